@@ -9,8 +9,6 @@ import pytest
 
 from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.train import run
-from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.data.sources.base import FirstRecords
 from rlhf_lightning.reports.page import next_step
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import read_summary
@@ -19,16 +17,6 @@ from tests.builders.command_lines import settings_of
 from tests.builders.runs import completed
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("working_folder")]
-
-
-def test_the_first_records_come_again_and_again_in_both_splits():
-    world = DemoSource(seed=1, num_demonstrations=20)
-    few = FirstRecords(world, num_records=3, num_copies=4)
-    first = world.records("demonstrations", "train")[:3]
-    assert few.records("demonstrations", "train") == first * 4
-    assert few.records("demonstrations", "validation") == first
-    with pytest.raises(ValueError, match=r"num_copies=0"):
-        FirstRecords(world, num_records=3, num_copies=0)
 
 
 @pytest.mark.thorough

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +66,9 @@ def test_acting_keeps_the_best_checkpoint_to_go_back_to(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["doctor=act", "callbacks.checkpoint.monitor=null"],
-            "callbacks.checkpoint.monitor=null keeps none",
-        ),
-        (
-            [f"doctor.second_scorer={{_target_: {FUNCTION_SCORER}, function: {GOLD}}}"],
-            "the gold reward, which only evaluation may see",
-        ),
-    ],
-)
-def test_a_wrong_setting_is_named_with_its_key(tmp_path, overrides, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        doctors(tmp_path, *overrides)
+def test_a_wrong_setting_is_named_with_its_key(tmp_path):
+    second = f"doctor.second_scorer={{_target_: {FUNCTION_SCORER}, function: {GOLD}}}"
+    with pytest.raises(ConfigError, match="the gold reward, which only evaluation may see"):
+        doctors(tmp_path, second)
+    with pytest.raises(ConfigError, match=r"callbacks\.checkpoint\.monitor=null keeps none"):
+        doctors(tmp_path, "doctor=act", "callbacks.checkpoint.monitor=null")

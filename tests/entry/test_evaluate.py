@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.evaluation.generate import Sampling
 from rlhf_lightning.evaluation.held_out import held_out_comparison
 from rlhf_lightning.evaluation.human import KEY, PAIRS, STORE
-from rlhf_lightning.models.factory import load_policy
+from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import now
@@ -151,6 +152,8 @@ def test_a_file_that_is_named_for_evaluation_is_used_whole_and_what_is_not_is_co
     folder = RunFolder(tmp_path / "run")
     summary = run(settings_of(*words, entry="evaluate"), folder, words)
     assert summary.metrics["val/num_prompts"] == 40
+    assert summary.metrics["val/kl_per_token"] == 0.0, "the same policy on both sides"
+    assert not [name for name in summary.metrics if "score" in name or "reference" in name]
     assert summary.about["prompts"].startswith("40 of all 42 rows of mine")
     assert "prompts.max_length=126" in summary.about["not asked"]
     assert summary.about["not asked"] in folder.report.read_text()
@@ -189,6 +192,12 @@ def test_of_a_file_that_the_policy_was_trained_on_the_held_out_part_is_used(
     assert part(of_run, working_folder / "folder") == "validation"
 
 
+def part_of(file: Path, *words: str) -> str | None:
+    """Return the split of a file of prompts that `rlhf-evaluate` asks."""
+    given = ["dataset=files", "dataset.name=mine", f"dataset.path={file}", *words]
+    return choose_prompts(settings_of(*given, entry="evaluate"), given).prompts.split
+
+
 @pytest.mark.parametrize("of_mix", [True, False], ids=["a source of a mix", "pairs"])
 def test_of_one_of_the_files_that_a_policy_was_trained_on_the_held_out_part_is_used(
     tmp_path: Path, of_mix: bool
@@ -204,9 +213,7 @@ def test_of_one_of_the_files_that_a_policy_was_trained_on_the_held_out_part_is_u
         saved["dataset"]["source"] = mix
         made.config.write_text(yaml.safe_dump(saved))
     for file, part in ((mine, "validation"), (other, "validation"), (new, "all")):
-        words = [*data, f"dataset.path={file}", f"policy={made.export}"]
-        settings = settings_of(*words, entry="evaluate")
-        assert choose_prompts(settings, words).prompts.split == part
+        assert part_of(file, f"policy={made.export}") == part
 
 
 def test_a_file_beside_held_out_ones_was_trained_on_whole(tmp_path: Path) -> None:
@@ -342,20 +349,20 @@ def test_labels_of_people_become_a_win_rate_and_a_check_of_the_score(evaluated: 
     assert written["metrics"]["val/human_win_rate"] == summary.metrics["val/human_win_rate"]
 
 
-def test_the_same_policy_on_both_sides_has_no_kl_and_wins_nothing_by_itself(
-    tmp_path: Path, start: Path
-) -> None:
-    found = evaluate(
-        tmp_path / "run",
-        f"policy={start}",
-        f"baseline={start}",
-        "scorer=none",
-        "evaluation.temperature=0.0",
-    ).metrics
-    assert found["val/kl_per_token"] == 0.0
-    assert found["val/gold_win_rate"] == 0.5
-    assert found["val/gold_tie_rate"] == 1.0
-    assert not [name for name in found if "score" in name or "reference" in name]
+@pytest.mark.thorough
+def test_an_evaluation_runs_at_bf16(tmp_path: Path, start: Path) -> None:
+    tokenizer, model = demo_tokenizer(), load_scalar_model(start, head="reward")
+    stops = [int(tokenizer.eos_token_id)]  # type: ignore[arg-type]
+    save_hf_model(model, tokenizer, tmp_path / "reward", model.state_dict(), stop_ids=stops)
+    words = [f"policy={start}", f"baseline={start}", f"artifacts.reward={tmp_path / 'reward'}"]
+    words.append(f"scorer.policy={start}")
+    found, plain = (
+        evaluate(tmp_path / name, *words, f"trainer.precision={name}").metrics
+        for name in ("bf16-mixed", "32-true")
+    )
+    assert found["val/kl_per_token"] == 0
+    assert all(math.isfinite(value) for value in found.values())
+    assert found["val/score"] != plain["val/score"], "bf16 rounds"
 
 
 def test_what_cannot_work_is_refused(tmp_path, start) -> None:

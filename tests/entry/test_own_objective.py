@@ -16,7 +16,6 @@ import pytest
 from rlhf_lightning import PolicyGradientModule
 from rlhf_lightning.app import plan, train
 from rlhf_lightning.app.as_python import as_python
-from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
@@ -94,12 +93,6 @@ def test_a_command_trains_it_and_its_program_does_the_same_to_the_bit(
     assert rows[0]["online_dpo/loss"] == pytest.approx(math.log(2), rel=0.01)  # at first ratio 1
 
 
-def test_its_pairs_are_not_cut_by_micro_batches(start, command, tmp_path) -> None:
-    parts = trained(start, tmp_path / "parts", "module.online_dpo.micro_batch_size=1")
-    for one, other in zip(figures(command), figures(parts), strict=True):
-        assert one["online_dpo/margin"] == pytest.approx(other["online_dpo/margin"], abs=1e-6)
-
-
 def test_a_run_of_it_goes_on_from_a_checkpoint_to_the_same_bits(start, command, tmp_path) -> None:
     (checkpoint,) = command.checkpoints.glob("*2.ckpt")
     resumed = trained(start, tmp_path / "resumed", f"ckpt_path='{checkpoint}'")
@@ -168,15 +161,3 @@ def test_adapters_gates_and_the_doctor_work_with_it(start, tmp_path) -> None:
     summary = read_summary(made)
     assert (summary.status, bool(summary.gates)) == ("completed", True)
     assert (made.export / "adapter").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["stage=mine"], "stage=mine needs the settings module.mine.* of stage=online_dpo"),
-        (["module._target_=rlhf_lightning.SFTModule.from_pretrained"], "module"),
-    ],
-)
-def test_a_module_that_the_stage_does_not_name_is_refused(start, words, told) -> None:
-    with pytest.raises(ConfigError, match=told):
-        settings(start, *words)

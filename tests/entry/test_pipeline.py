@@ -89,12 +89,6 @@ def test_stages_that_are_left_out_are_not_run(tmp_path: Path) -> None:
     assert not [w for step in steps for w in step.words if w.startswith("data.path")]
 
 
-def test_a_path_of_any_characters_reaches_the_stage_as_it_is() -> None:
-    for name in ("it's, [a] = {b} \\ c", "a\\", "b\\'c", "a b#,:%=$1"):
-        settings = settings_of("+experiment=ppo", given("paths.artifacts", Path(name)))
-        assert settings.paths.artifacts == name
-
-
 @pytest.mark.thorough
 def test_every_step_reads_the_experiments_of_the_user(mine: str) -> None:
     settings = composed("experiments.ppo=mine")
@@ -108,16 +102,11 @@ def test_every_step_reads_the_experiments_of_the_user(mine: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+acept=[sft]"], "unknown top-level key 'acept'; did you mean accept"),
-        (["evaluation_gates=pp"], "round_1/evaluate: .*pp"),
-        (["rounds=0"], "rounds=0 must be >= 1"),
         (["rounds=2", "round_3/ppo:a=1"], "round_3/ppo is no stage"),
         (["rounds=2", "experiments.reward=null"], "experiments.reward=null leaves one out"),
         (["rounds=2", "accept=[round_2/rewrd]"], "did you mean round_2/reward"),
-        (["collect:seed=2"], "collect:seed=2: no step reads it"),
         (["experiments.ppo=null"], "experiments.ppo=null .*evaluate=false"),
         (["ppo:module.pp=3"], "round_1/ppo: unknown key module.pp; did you mean module.ppo"),
-        (["evaluate:polcy=x"], "round_1/evaluate: unknown key polcy; did you mean policy"),
         (["ppo:module.estimator=no.py:A"], "round_1/ppo: estimator .no.py:A.: .*no Python file"),
         (["evaluate:++scorer.function=no.py:f"], "round_1/evaluate: .*no Python file no.py"),
         (
@@ -146,19 +135,14 @@ ALONE = (
 )
 
 
-def ended(step: Step, folder: RunFolder, *gates: GateResult, **metrics: float) -> None:
-    """Write the summary and the record of a step that has ended."""
-    made = new_summary("sft", seed=1, config_hash=step.settings.config_hash)
-    made = replace(made, status="completed", metrics=metrics, gates=gates)
-    write_summary(RunFolder(step.place).create(), made)
-    note(folder, step, step.read(), None)
-
-
-def ended_base(cfg: PipelineSettings, place: Path, *gates: GateResult) -> RunFolder:
+def ended_base(cfg: PipelineSettings, place: Path, gate: GateResult) -> RunFolder:
     """Write a pipeline whose only stage has ended, and return its folder."""
     folder = RunFolder(place / "outputs/pipeline/2026-11-02_09-30-00")
     (step,) = plan(cfg, folder.path)
-    ended(step, folder, *gates, **{"val/loss": 4.0})
+    made = new_summary("sft", seed=1, config_hash=step.settings.config_hash)
+    made = replace(made, status="completed", metrics={"val/loss": 4.0}, gates=(gate,))
+    write_summary(RunFolder(step.place).create(), made)
+    note(folder, step, step.read(), None)
     begun = new_summary("pipeline", seed=cfg.seed, config_hash=cfg.config_hash)
     write_summary(folder, replace(begun, status="stopped"))
     return folder

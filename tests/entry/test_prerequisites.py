@@ -30,14 +30,32 @@ def test_a_missing_folder_that_the_user_gave_names_the_command_that_makes_it(com
             prerequisites.prepare_inputs(settings, [])
 
 
-def test_a_missing_model_of_a_pretrained_recipe_names_the_stage_and_the_shared_choices(
-    tmp_path,
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            "model=qwen2_5_0_5b lora=lora dataset=tldr module.ppo.kl_coef=0.1",
+            r"\+experiment=sft model=qwen2_5_0_5b lora=lora dataset=tldr$",
+        ),
+        (
+            "model=smollm2_135m dataset=files dataset.path=prompts.jsonl dataset.name=mine "
+            "paths.artifacts=elsewhere",
+            r"(?=.*paths\.artifacts=elsewhere).*\+experiment=sft .*dataset\.path=DEMONSTRATIONS",
+        ),
+        (  # that only the value model would start from
+            "model=pretrained dataset=files dataset.path=pairs.jsonl dataset.name=mine "
+            "artifacts.sft=org/chat scorer=function scorer.function=a.py:b",
+            r"module\.value=null module\.value_head=zero",
+        ),
+    ],
+)
+def test_a_missing_model_names_the_stage_that_makes_it_or_how_to_do_without(
+    working_folder, words, told
 ):
-    words = ["+experiment=ppo", "model=qwen2_5_0_5b", "lora=lora", "dataset=tldr"]
-    settings = settings_of(*words, f"paths.artifacts={tmp_path}")
-    wanted = r"\+experiment=sft model=qwen2_5_0_5b lora=lora dataset=tldr$"
-    with pytest.raises(ConfigError, match=wanted):
-        prerequisites.prepare_inputs(settings, [*words, "module.ppo.kl_coef=0.1"])
+    (working_folder / "prompts.jsonl").write_text(json.dumps({"prompt": "a"}))
+    given = ["+experiment=ppo", *words.split()]
+    with pytest.raises(ConfigError, match=told):
+        prerequisites.prepare_inputs(settings_of(*given), given)
 
 
 def test_missing_built_in_models_are_trained_in_order_and_say_so(
@@ -97,31 +115,6 @@ def test_a_run_that_only_shows_that_it_runs_makes_what_is_missing_of_random_weig
         files = [Path(str(one.artifacts.of(kind))) for one in (settings, again)]
         weights = [(folder / "model.safetensors").read_bytes() for folder in files]
         assert weights[0] == weights[1], kind
-
-
-OWN = ["model=pretrained", "dataset=files", "dataset.path=pairs.jsonl", "dataset.name=mine"]
-
-
-@pytest.mark.thorough
-def test_a_missing_model_of_ones_own_records_names_those_that_make_it(working_folder):
-    Path("prompts.jsonl").write_text(json.dumps({"prompt": "a"}))
-    words = ["+experiment=ppo", "model=smollm2_135m", "dataset=files", "dataset.name=mine"]
-    words += ["dataset.path=prompts.jsonl", "paths.artifacts=elsewhere"]
-    with pytest.raises(
-        ConfigError, match=r"\+experiment=sft .*dataset\.path=DEMONSTRATIONS"
-    ) as told:
-        prerequisites.prepare_inputs(settings_of(*words), words)
-    assert "paths.artifacts=elsewhere" in str(told.value)
-
-
-def test_a_reward_model_that_only_the_value_model_would_start_from_is_said_to_be_needless(tmp_path):
-    words = ["+experiment=ppo", *OWN, "artifacts.sft=org/chat", "scorer=function"]
-    words += ["scorer.function=a.py:b", f"paths.artifacts={tmp_path}"]
-    with pytest.raises(ConfigError, match=r"module.value=null module.value_head=zero"):
-        prerequisites.prepare_inputs(settings_of(*words), words)
-    prerequisites.prepare_inputs(
-        settings_of(*words, "module.value=null", "module.value_head=zero"), words
-    )
 
 
 def test_the_built_in_world_is_no_data_for_another_model(tmp_path, monkeypatch):

@@ -65,7 +65,6 @@ def test_a_file_of_pairs_is_shown_on_the_screen_and_on_a_page(model, pairs, tmp_
     ("words", "told"),
     [
         ("pairs.jsonl model=M kidn=prompts", "did you mean kind"),
-        ("pairs.jsonl", "is not set: add model=FOLDER"),
         ("pairs.jsnol model=org/m", "did you mean pairs.jsonl?"),
         ("pairs.jsonl model=./m", "model.source=./m is no folder"),
         ("pairs.jsonl model=org/m --kind prompts", "sets nothing: write KEY=VALUE"),

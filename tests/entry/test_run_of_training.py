@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.pipeline_steps import plan
 from rlhf_lightning.runs.folder import RunFolder
@@ -94,21 +93,6 @@ def test_what_the_command_line_names_is_not_taken_over(working_folder) -> None:
     assert settings.seed == 9
     assert settings.baseline == "mine"
     assert settings_of(f"run={made.path}", entry="collect").candidates.max_new_tokens == 33
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("words", "key", "again"),
-    [
-        (["scorer=function", "scorer.function=r.py:f"], "scorer.function", "r.py:f"),
-        (["scorer=http", "scorer.url=http://h/score"], "scorer.url", "http://h/score"),
-    ],
-)
-def test_code_and_addresses_of_a_run_must_be_named_again(working_folder, words, key, again) -> None:
-    made = run_of(working_folder / "outputs/ppo/1", "+experiment=ppo", *words)
-    with pytest.raises(ConfigError, match=rf"the run has {key}=.*name it again .*\+\+{key}=\.\.\."):
-        settings_of(f"run={made.path}", entry="evaluate")
-    assert settings_of(f"run={made.path}", f"++{key}={again}", entry="evaluate").scorer is not None
 
 
 @pytest.mark.thorough

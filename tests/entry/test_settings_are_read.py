@@ -105,6 +105,17 @@ def test_a_stage_that_is_trained_first_gets_the_words_that_it_reads():
 
 
 @pytest.mark.thorough
+def test_commands_take_the_logger_for_what_they_train_first_and_refuse_to_show_themselves():
+    words = ["logger=csv"]
+    for entry in ("evaluate", "collect"):
+        settings = settings_of(*words, entry=entry)
+        assert settings.logger.kind == "csv"
+        assert training_words("sft", settings, words)[-1] == words[0]
+        with pytest.raises(ConfigError, match=r"^logger=wandb .*logger=none"):
+            settings_of("logger=wandb", entry=entry)
+
+
+@pytest.mark.thorough
 def test_words_for_every_training_go_to_those_that_read_them():
     register()
     given = ["train:dataset.num_iterations=12", "train:model.ppo.batch_size=64", "collect=false"]

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, open_dict
+from omegaconf import open_dict
 
 from rlhf_lightning import PPOModule, RewardModule
 from rlhf_lightning.app.collect import _start
 from rlhf_lightning.app.config.commands import CollectSettings
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir, register
+from rlhf_lightning.app.config.compose import ConfigError, composed, conf_dir, register
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.run_claim import ClaimFolder
 from rlhf_lightning.app.sweep import finish_sweep, should_continue
@@ -36,8 +33,7 @@ SWEEPS = conf_dir().parent / "sweeps"
 def job(tmp_path):
     """The folder of a run that is a job of a sweep."""
     register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        cfg: DictConfig = compose("train", ["+experiment=ppo"], return_hydra_config=True)
+    cfg = composed("train", ["+experiment=ppo"])
     with open_dict(cfg):
         cfg.hydra.mode = "MULTIRUN"
     HydraConfig.instance().set_config(cfg)
@@ -72,9 +68,8 @@ def test_the_jobs_of_a_sweep_publish_nothing_unless_it_says_where(
     job, tmp_path, entry, asked, publishes
 ):
     HydraConfig.instance().cfg = None
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        words = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={tmp_path}/sweep"]
-        cfg = compose(entry, [*words, *asked], return_hydra_config=True)
+    words = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={tmp_path}/sweep"]
+    cfg = composed(entry, [*words, *asked])
     ClaimFolder().on_multirun_start(cfg)
     settings = settings_of(*cfg.hydra.overrides.task, entry=entry)
     assert settings.artifacts.publish is not None
@@ -157,49 +152,34 @@ def test_a_sweep_is_found_and_its_first_and_last_job_build_their_hyper_parameter
     stage = file.stem.partition("_")[0]
     asked = [f"+experiment={stage}", f"+sweeps={file.stem}"]
     register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        hydra = compose("train", asked, return_hydra_config=True).hydra
-        assert hydra.mode.name == "MULTIRUN"
-        grid = OverridesParser.create().parse_overrides(
-            [f"{key}={values}" for key, values in hydra.sweeper.params.items()]
-        )
-        for which in (0, -1):
-            job = [f"{o.key_or_group}={values_of(o)[which]}" for o in grid]
-            settings = settings_of(*asked, *job)
-            for override in job:
-                key, _, value = override.partition("=")
-                if "$" not in value:
-                    assert settings.select(key) == yaml.safe_load(value)
+    hydra = composed("train", asked).hydra
+    assert hydra.mode.name == "MULTIRUN"
+    grid = OverridesParser.create().parse_overrides(
+        [f"{key}={values}" for key, values in hydra.sweeper.params.items()]
+    )
+    for which in (0, -1):
+        job = [f"{o.key_or_group}={values_of(o)[which]}" for o in grid]
+        settings = settings_of(*asked, *job)
+        for override in job:
+            key, _, value = override.partition("=")
+            if "$" not in value:
+                assert settings.select(key) == yaml.safe_load(value)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", sorted((SWEEPS / "wandb").glob("*.yaml")), ids=lambda f: f.stem)
 def test_the_command_of_a_w_and_b_sweep_composes_as_the_agent_would_write_it(file):
     sweep = yaml.safe_load(file.read_text())
     assert sweep["metric"]["name"] == "val/score_win_rate", "gold may not choose a setting"
-    values = {key: spec["values"][0] for key, spec in sweep["parameters"].items()}
-    command = []
-    for part in sweep["command"]:
-        if part == "${env}":
-            command += ["/usr/bin/env"]
-        elif part == "${args_no_hyphens}":
-            command += [f"{key}={value}" for key, value in values.items()]
-        else:
-            command.append(sys.executable if part == "python" else part)
-    command = [part.replace("${program}", sweep["program"]) for part in command]
-    done = subprocess.run(
-        [*command, "--cfg", "job"], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["module"]["ppo"]["kl_coef"] == 0.01
+    assert sweep["program"] == "rlhf_lightning.train"
+    start = ["${env}", "python", "-m", "${program}"]
+    assert (sweep["command"][:4], sweep["command"][-1]) == (start, "${args_no_hyphens}")
+    values = [f"{key}={spec['values'][0]}" for key, spec in sweep["parameters"].items()]
+    assert settings_of(*sweep["command"][4:-1], *values).hparams.kl_coef == 0.01
 
 
-def test_gold_never_chooses_a_setting():
+def test_gold_chooses_no_setting_and_what_is_no_number_is_none():
     metrics = {"val/gold_win_rate": 0.9, "val/score_win_rate": 0.0, "val/loss": 2.0}
     assert objective(Summary("ppo", "completed", 1, metrics), PPOModule) == 0.0
-
-
-def test_a_reward_model_is_chosen_by_its_accuracy_and_what_is_no_number_is_none():
     # Optuna ends the search at a NaN, and takes None for one failed trial.
     for accuracy, value in ((0.8, 0.8), (float("nan"), None), (float("inf"), None)):
         summary = Summary("reward", "completed", 1, {"val/accuracy": accuracy})

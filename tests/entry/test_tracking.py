@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 
 from rlhf_lightning.app.build import sweep_group
-from rlhf_lightning.app.config.compose import conf_dir, register
+from rlhf_lightning.app.config.compose import composed, register
 from rlhf_lightning.app.dashboard import MEDIA, sections
 from rlhf_lightning.app.tracking import artifact_name
 from rlhf_lightning.callbacks.wandb_logger import Origin, as_artifact, records_fingerprint
@@ -160,11 +159,7 @@ def test_the_jobs_of_a_sweep_share_a_group_and_a_single_run_has_none():
     register()
     overrides = ["+experiment=ppo", "hydra.sweep.dir=outputs/multirun/today", "hydra.job.num=0"]
     for mode, group in (("MULTIRUN", "ppo/today"), ("RUN", None)):
-        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-            cfg = compose(
-                "train", overrides=[*overrides, f"hydra.mode={mode}"], return_hydra_config=True
-            )
-        HydraConfig.instance().set_config(cfg)
+        HydraConfig.instance().set_config(composed("train", [*overrides, f"hydra.mode={mode}"]))
         assert sweep_group("ppo") == group
     HydraConfig.instance().cfg = None
     assert sweep_group("ppo") is None

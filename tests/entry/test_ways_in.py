@@ -180,13 +180,14 @@ def test_a_length_is_lowered_only_where_it_does_not_fit_and_was_not_given(tmp_pa
             "dpo small",
             "a file of records (preferences), got small: write rlhf-train dpo MODEL FILE",
         ),
-        ("dpo preferences.jsonl small", "preferences.jsonl is no model"),
         ("dpo small preference.jsonl", "did you mean preferences.jsonl"),
         ("dpo small preferences.jsonl --reward reward.py:length", "leave --reward out"),
         ("ppo small prompts.jsonl", "ppo needs a reward: --reward FILE.py:NAME"),
         ("grpo small prompts.jsonl --reward reward.py", "write FILE.py:NAME"),
-        ("grpo small prompts.jsonl --reward", "--reward needs a value"),
-        ("+experiment=grpo --reward reward.py:length", "EXPERIMENT MODEL FILE"),
+        (
+            "+experiment=reward dataset=preferences.jsonl",
+            "a file of records is given by dataset=files dataset.path=preferences.jsonl",
+        ),
         ("--config prompts.jsonl", "write KEY: VALUE"),
     ],
 )
@@ -290,8 +291,8 @@ def test_a_run_of_the_short_way_says_what_it_stands_for_and_its_file_runs_it_aga
     assert before["config_hash"] == after["config_hash"]
     assert before["metrics"] == after["metrics"]
     assert (tmp_path / "second/run.yaml").read_text() == file.read_text()
-    resumed = train(tmp_path, *shlex.split(told)[1:], "hydra.run.dir=first")
-    assert resumed.returncode == 2  # the line that was printed is the same run
+    printed = settings_of(*shlex.split(told)[1:])
+    assert printed.config_hash == before["config_hash"]
 
 
 def test_the_home_folder_is_read_behind_a_key_and_from_python(tmp_path, monkeypatch):
