@@ -196,6 +196,11 @@ def test_gates_and_refusals_are_those_of_the_data_set(stage):
     assert none.safety is None
 
 
+@pytest.fixture(scope="module")
+def ppo() -> TrainSettings:
+    return settings_of("+experiment=ppo")
+
+
 # Title, baseline, scale, surrogate, reduction, place of the KL: what each paper has.
 PUBLISHED = {
     "grpo": ("GRPO", "mean", "group_std", "ppo", "token", "loss"),
@@ -209,7 +214,7 @@ PUBLISHED = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("experiment", PUBLISHED)
-def test_an_experiment_composes_without_a_warning_into_what_it_is_called(experiment):
+def test_an_experiment_composes_without_a_warning_into_what_it_is_called(experiment, ppo):
     settings = composed(f"+experiment={experiment}")
     own = settings.hparams
     found = (own.baseline, own.scale, own.surrogate, own.loss_reduction, own.kl_in)
@@ -217,6 +222,5 @@ def test_an_experiment_composes_without_a_warning_into_what_it_is_called(experim
     assert settings.stage == "grpo"
     assert settings.name.endswith(experiment) or experiment == "grpo"
     assert settings.data.num_generations == (1 if experiment == "reinforce_pp" else 8)
-    ppo = settings_of("+experiment=ppo")
     assert settings.data.num_rows == ppo.data.num_rows, "as many responses as PPO's, to compare"
     assert settings.artifacts.publish != ppo.artifacts.publish

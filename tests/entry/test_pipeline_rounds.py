@@ -76,12 +76,12 @@ def test_the_newest_pipeline_decides_what_is_gone_on_with(working_folder: Path) 
         write_summary(folder, replace(made, status=status, config_hash=known))
     # Monday's failure was given up for Tuesday's success; Wednesday's is of other experiments.
     assert where_to_run(composed(), new) == new
-    assert where_to_run(composed("rounds=3"), new).path.name == "2026-11-03_09-00-00"
+    assert where_to_run(composed("rounds=2"), new).path.name == "2026-11-03_09-00-00"
     thursday = RunFolder(root / "2026-11-05_09-00-00").create()
     write_summary(thursday, replace(made, status="stopped"))
-    assert where_to_run(composed("rounds=3"), new).path.name == thursday.path.name
+    assert where_to_run(composed("rounds=2"), new).path.name == thursday.path.name
     with claim_run(thursday.path), pytest.raises(FolderTakenError, match="in use by process"):
-        run(composed("rounds=3"), new)
+        run(composed("rounds=2"), new)
 
 
 def check_second_round(made: Path, start: Path) -> None:

@@ -124,7 +124,8 @@ def test_words_for_every_training_go_to_those_that_read_them():
     check_pipeline(settings)
     for word in ("dataset.num_iterations=12", "model.ppo.batch_size=64"):
         assert [stage for stage, own in words.items() if word in own] == ["ppo"]
-    nobody = as_overrides(["train:model.dpo.learning_rate=1.0"])
+    alone = [f"experiments.{stage}=null" for stage in ("base", "reward", "ppo")]
+    nobody = as_overrides(["train:model.dpo.learning_rate=1.0", "evaluate=false", *alone])
     with pytest.raises(
         ConfigError, match=r"train:model\.dpo\.learning_rate=1\.0: no step reads it"
     ):
