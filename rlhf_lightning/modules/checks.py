@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -21,6 +21,7 @@ from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.collectives import global_sum, whole
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.text.decode import token_names
+from rlhf_lightning.text.tokenizers import tokenizer_difference
 
 logger = logging.getLogger(__name__)
 TRAINED_IN = ("32-true", "bf16-mixed")
@@ -152,13 +153,6 @@ _INSTEAD = {
     "max_iterations=..., that is limit_train_batches",
 }
 
-# What decides which tokens a record has, and where a response ends.
-_OF_TOKENIZER: Mapping[str, Callable[[Any], Any]] = {
-    "other tokens": lambda tokenizer: tokenizer.get_vocab(),
-    "another EOS": lambda tokenizer: tokenizer.eos_token_id,
-    "another chat template": lambda tokenizer: tokenizer.chat_template,
-}
-
 
 def check_data(module: Any) -> None:
     """Check that a module can train on its Trainer's DataModule, if it is one of ours.
@@ -182,12 +176,9 @@ def check_data(module: Any) -> None:
             f"{module.data.__name__} of kind={kinds[0]}"
         )
     tokenizer, theirs = module.tokenizer, data.tokenizer
-    for what, of in _OF_TOKENIZER.items() if tokenizer not in (None, theirs) else ():
-        if of(tokenizer) != of(theirs):
-            raise ValueError(
-                f"{given} has another tokenizer than {name} ({what}): give {given}(..., "
-                "module.tokenizer)"
-            )
+    if tokenizer is not None and (what := tokenizer_difference(tokenizer, theirs)) is not None:
+        told = f"{given} has another tokenizer than {name} ({what})"
+        raise ValueError(f"{told}: give {given}(..., module.tokenizer)")
     samples = module.sampling.max_new_tokens if isinstance(data, PromptDataModule) else None
     models = list(_models(module))
     _check_context(models, data, samples)

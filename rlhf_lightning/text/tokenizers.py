@@ -227,6 +227,17 @@ def check_same_tokenizer(
         raise ValueError(f"{told}, the policy with {tokenizer.eos_token!r} and {mine!r}: {fix}")
 
 
+def tokenizer_difference(tokenizer: Any, other: Any) -> str | None:
+    """Return in words what gives records other tokens, or responses another end; None if equal."""
+    if tokenizer is other:
+        return None
+    if tokenizer.get_vocab() != other.get_vocab():
+        return "other tokens"
+    if tokenizer.eos_token_id != other.eos_token_id:
+        return "another EOS"
+    return None if tokenizer.chat_template == other.chat_template else "another chat template"
+
+
 def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the fields of a model's config that its tokenizer decides."""
     return {
