@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from examples.datasets.argument_pairs import (
-    NO_MAJORITY,
-    TIE,
-    ArgumentPairSource,
-    debate,
-)
-from rlhf_lightning.data.errors import BadRecordError
-from tests.builders.record_files import pairs, write_arguments
+from examples.datasets.argument_pairs import NO_MAJORITY, TIE, ArgumentPairSource, debate
+from tests.builders.record_files import write_arguments
 
 HELD_OUT = ("cats-or-dogs",)
 
@@ -46,17 +40,3 @@ def test_no_argument_and_no_debate_stands_on_both_sides(source):
         texts[split] = {r.chosen for r in records} | {r.rejected for r in records}
         assert {debate(r.domain) in HELD_OUT for r in records} == {split == "validation"}
     assert not texts["train"] & texts["validation"]
-
-
-def test_an_unknown_debate_cannot_be_held_out(tmp_path):
-    source = ArgumentPairSource(write_arguments(tmp_path), held_out=["cats-and-dogs"])
-    with pytest.raises(BadRecordError, match="did you mean 'cats-or-dogs'"):
-        source.records("preferences", "train")
-
-
-def test_a_bad_pair_is_named_with_its_line_and_key(tmp_path):
-    rows = pairs()
-    rows[0] = rows[0] | {"gold": "b"}
-    source = ArgumentPairSource(write_arguments(tmp_path, pair_rows=rows))
-    with pytest.raises(BadRecordError, match="line 1: the key 'gold' holds the text 'b'"):
-        source.records("preferences", "train")

@@ -6,12 +6,7 @@ import math
 
 import pytest
 
-from examples.datasets.bag_of_words import (
-    BagOfWords,
-    SentimentGold,
-    features,
-    sentiment_gold,
-)
+from examples.datasets.bag_of_words import BagOfWords, SentimentGold, features, sentiment_gold
 from examples.datasets.labelled_text import LabelledTextSource
 
 LIKED = ("a warm and funny tale", "warm , sharp and well played", "a funny cast makes it sing")

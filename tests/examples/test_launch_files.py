@@ -14,10 +14,6 @@ from tests.builders.launch_files import LAUNCH, shell_text, torchrun_words
 FILES = sorted(LAUNCH.iterdir())
 
 
-def test_there_is_one_for_each_of_three_schedulers():
-    assert [file.name for file in FILES] == ["jobset.yaml", "skypilot.yaml", "slurm.sbatch"]
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_a_file_is_short_and_its_command_composes(file, tmp_path):
     assert len(file.read_text().splitlines()) < 40

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from examples.datasets.questions import QuestionSource
-from rlhf_lightning.data.errors import BadRecordError
 
 
 def write(path: Path, *rows: dict) -> Path:
@@ -48,9 +45,3 @@ def test_a_question_that_stands_twice_is_asked_once_and_on_one_side(tmp_path: Pa
     assert sum(map(len, texts)) == 20
     assert not texts[0] & texts[1]
     assert texts[1]
-
-
-def test_a_row_that_is_no_question_names_its_place(tmp_path: Path) -> None:
-    file = write(tmp_path / "q.jsonl", turns("How?"), {"instruction": "Write.", "instances": []})
-    with pytest.raises(BadRecordError, match=r"q\.jsonl, line 2: .*instances"):
-        QuestionSource(file).records("prompts", "train")
