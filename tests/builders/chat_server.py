@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-# A judge of these tests: (request, answer A, answer B) -> its reply.
-Behaviour = Callable[[str, str, str], Any]
+from tests.builders.reward_server import Behaviour, Reply, RewardServer, running
+
 _MARK = r"\n=====\w{8}\n"
 _SHOWN = re.compile(
     rf"\[Request\]{_MARK}(.*){_MARK}\n\[Answer A\]{_MARK}(.*){_MARK}\n"
@@ -22,105 +19,35 @@ _SHOWN = re.compile(
 )
 
 
-class Failure:
-    """A reply that is an error of HTTP."""
+class ChatServer(RewardServer):
+    """Answers `POST /v1/chat/completions` with what a behaviour says of (request, A, B).
 
-    def __init__(self, status: int, text: str = "out of order", **headers: str) -> None:
-        self.status = status
-        self.text = text
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
-
-
-class Odd:
-    """A reply whose JSON has other values than usual: of the answer, its choice or its message."""
-
-    def __init__(
-        self, content: Any = "[[A]]", *, answer: Any = None, choice: Any = None, message: Any = None
-    ) -> None:
-        self.answer = answer or {}
-        self.choice = choice or {}
-        self.message = {"content": content} | (message or {})
-
-
-class ChatServer:
-    """Answers `POST /v1/chat/completions` with what `behaviours` say, each once, the last for ever.
-
-    A behaviour returns a text, a dictionary of probabilities of tokens (sent as log-probabilities
-    if they were asked for), a `Failure`, an `Odd`, or bytes that are sent as they are.
+    It returns a text, a list of its parts, a dictionary of probabilities of tokens (sent as
+    log-probabilities if they were asked for), None for a message that was cut off before its first
+    character, a `Reply`, or bytes that are sent as they are.
     """
 
+    path = "/v1"
+
     def __init__(self, *behaviours: Behaviour, key: str | None = None) -> None:
-        self.behaviours = list(behaviours)
+        super().__init__(*behaviours)
         self.key = key
-        self.requests: list[dict[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.shown: list[tuple[str, str, str]] = []
-        self.times: list[float] = []
-        self.most_at_once = 0
-        self._at_once = 0
-        self._lock = threading.Lock()
-        server = self
+        self.shown: list[tuple[str, ...]] = []
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                server.handle(self)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
-
-    def handle(self, handler: BaseHTTPRequestHandler) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+    def answer(
+        self, handler: BaseHTTPRequestHandler, behaviour: Behaviour, body: dict[str, Any]
+    ) -> Any:
         found = _SHOWN.search(body["messages"][-1]["content"])
         assert found is not None, body
-        shown = (found.group(1), found.group(2), found.group(3))
-        with self._lock:
-            behaviour = self.behaviours[min(len(self.requests), len(self.behaviours) - 1)]
-            self.requests.append(body)
-            self.headers.append(dict(handler.headers))
-            self.shown.append(shown)
-            self.times.append(time.monotonic())
-            self._at_once += 1
-            self.most_at_once = max(self.most_at_once, self._at_once)
-        try:
-            self._send(handler, *self._answer(handler, body, behaviour, shown))
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the client has hung up, as some tests want it to
-        finally:
-            with self._lock:
-                self._at_once -= 1
-
-    def _answer(self, handler, body, behaviour, shown) -> tuple[int, Any, dict[str, str]]:
+        self.shown.append(found.groups())
         if handler.path != "/v1/chat/completions":
-            return 404, b'{"error": {"message": "no such path"}}', {}
+            return failure(404, "no such path")
         if self.key is not None and handler.headers["Authorization"] != f"Bearer {self.key}":
-            return 401, b'{"error": {"message": "who are you?"}}', {}
-        reply = behaviour(*shown)
-        if isinstance(reply, Failure):
-            body = json.dumps({"error": {"message": reply.text}}).encode()
-            return reply.status, body, reply.headers
+            return failure(401, "who are you?")
+        reply = behaviour(*found.groups())
         if isinstance(reply, bytes):
-            return 200, reply, {}
-        if isinstance(reply, Odd):
-            usual = completion(body, "A")
-            choice = usual["choices"][0] | reply.choice
-            choice["message"] |= reply.message
-            return 200, json.dumps(usual | {"choices": [choice]} | reply.answer).encode(), {}
-        return 200, json.dumps(completion(body, reply)).encode(), {}
-
-    @staticmethod
-    def _send(handler, status: int, payload: Any, headers: dict[str, str]) -> None:
-        handler.send_response(status)
-        own = {"Content-Type": "application/json", "Content-Length": str(len(payload))}
-        for name, value in {**own, **headers}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(payload)
+            return 200, reply, {"Content-Type": "application/json"}
+        return reply if isinstance(reply, tuple) else completion(body, reply)
 
 
 def completion(body: dict[str, Any], reply: Any) -> dict[str, Any]:
@@ -134,12 +61,13 @@ def completion(body: dict[str, Any], reply: Any) -> dict[str, Any]:
             text = top[0]["token"]
             logprobs = {"content": [{**top[0], "top_logprobs": top}], "refusal": None}
     else:
-        text = reply if isinstance(reply, str) else reply[0]["text"]
+        text = reply[0]["text"] if isinstance(reply, list) else reply or ""
     sent = sum(len(message["content"].split()) for message in body["messages"])
     written = len(text.split())
-    content = reply if isinstance(reply, list) else text  # parts, as some services write them
+    content = text if isinstance(reply, dict) else reply  # parts, as some services write them
     message = {"role": "assistant", "content": content, "refusal": None}
-    choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": logprobs}
+    reason = "length" if reply is None else "stop"
+    choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": logprobs}
     return {
         "id": "chatcmpl-1",
         "object": "chat.completion",
@@ -154,19 +82,8 @@ def completion(body: dict[str, Any], reply: Any) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def serving(*behaviours: Behaviour, key: str | None = None) -> Iterator[ChatServer]:
-    server = ChatServer(*behaviours, key=key)
-    thread = threading.Thread(
-        target=server.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
-    )
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.http.shutdown()
-        server.http.server_close()
-        thread.join(5)
+def serving(*behaviours: Behaviour, key: str | None = None) -> AbstractContextManager[ChatServer]:
+    return running(ChatServer(*behaviours, key=key))
 
 
 def prefers_longer(prompt: str, a: str, b: str) -> str:
@@ -177,6 +94,10 @@ def always_a(prompt: str, a: str, b: str) -> str:
     return "[[A]]"
 
 
-def failing(status: int, **headers: str) -> Behaviour:
-    """Fail, and ask for a short pause unless headers say otherwise."""
-    return lambda *_: Failure(status, **(headers or {"Retry_After_Ms": "10"}))
+def failure(status: int, text: str = "out of order", **headers: str) -> Reply:
+    return status, json.dumps({"error": {"message": text}}).encode(), headers
+
+
+def failing(status: int) -> Behaviour:
+    """Fail, and ask for a short pause."""
+    return lambda *_: failure(status, **{"Retry-After-Ms": "10"})

@@ -38,6 +38,11 @@ _LAYERS: dict[str, Any] = {
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
+_LLAMA = _LAYERS | {
+    "intermediate_size": 64,
+    "num_key_value_heads": 1,
+    "initializer_range": INIT_STD,
+}
 _FIELDS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "n_embd": HIDDEN,
@@ -47,14 +52,14 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "initializer_range": INIT_STD,
     },
     "opt": _LAYERS | {"ffn_dim": 64, "word_embed_proj_dim": HIDDEN, "init_std": INIT_STD},
-    "llama": _LAYERS
-    | {"intermediate_size": 64, "num_key_value_heads": 1, "initializer_range": INIT_STD},
-    "qwen2": _LAYERS
-    | {"intermediate_size": 64, "num_key_value_heads": 1, "initializer_range": INIT_STD},
-    "qwen3": _LAYERS
-    | {"intermediate_size": 64, "num_key_value_heads": 1, "initializer_range": INIT_STD},
+    "llama": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
     "gpt_neox": _LAYERS | {"intermediate_size": 64, "initializer_range": INIT_STD},
 }
+# Fields of a config of the llama kind, and those that every config has.
+LLAMA_LIKE = _COMMON | _LLAMA
+ANY = _COMMON | {"initializer_range": INIT_STD}
 
 
 def config_fields(model_type: str, **changes: Any) -> dict[str, Any]:

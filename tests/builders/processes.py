@@ -16,9 +16,11 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.builders.preloaded"])
@@ -116,3 +118,23 @@ def timed_python(
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime <= limit
     return done
+
+
+def killed_after(
+    count: int, write: Callable[[Any, Any], None], place: object, *, wait: float = 0.0
+) -> int:
+    """Run `write(place, done)` in a fork of this process, and kill it `wait` seconds after `count`.
+
+    `write` counts in `done.value` what it has finished. Returns what it had counted when it died.
+    """
+    fork = multiprocessing.get_context("fork")  # to import nothing again
+    done = fork.Value("q", 0, lock=False)  # a lock would be held by the dead
+    writer = fork.Process(target=write, args=(place, done), daemon=True)
+    writer.start()
+    while done.value < count:
+        assert writer.is_alive()
+        time.sleep(0.001)
+    time.sleep(wait)
+    writer.kill()
+    writer.join()
+    return int(done.value)

@@ -10,7 +10,7 @@ import pyarrow
 from pyarrow import parquet
 
 from rlhf_lightning.data.records import PreferenceRecord
-from tests.builders.models import VOCABULARY, tiny_policy, tiny_tokenizer
+from tests.builders.models import VOCABULARY, prompt_rows, tiny_policy, tiny_tokenizer
 
 # Three pairs to a prompt.
 PAIRS = [
@@ -35,6 +35,9 @@ VOTES = {
 # The labels of the six pairs of four arguments: three preferences, a tie, no majority, one more.
 GOLD = ("a1", "a2", "a1", "equal", None, "a2")
 NUM_EXAMPLE_ROWS = 60
+# Ids of ten prompts, and the prompts.
+TEN_ROWS = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
+TEN_PROMPTS = [{"prompt": " ".join(f"w{i}" for i in row)} for row in TEN_ROWS]
 
 
 def write(path, rows):
@@ -86,9 +89,9 @@ def pairs() -> list[dict]:
     ]
 
 
-def write_arguments(folder: Path, *, pair_rows=None) -> Path:
+def write_arguments(folder: Path) -> Path:
     """Write judged pairs in the two files that `ArgumentPairSource` reads."""
-    for name, rows in {"pairs": pair_rows or pairs(), "arguments": arguments()}.items():
+    for name, rows in {"pairs": pairs(), "arguments": arguments()}.items():
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
 

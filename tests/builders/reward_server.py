@@ -6,13 +6,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 # What a test answers a request with: a status, a body, and headers.
 Reply = tuple[int, bytes, dict[str, str]]
-Behaviour = Callable[[dict[str, Any]], Any]
+Behaviour = Callable[..., Any]
+S = TypeVar("S", bound="RewardServer")
 
 
 class RewardServer:
@@ -21,6 +22,8 @@ class RewardServer:
     A number of them in a row answer one request each, the last one all further requests. A
     behaviour returns a `Reply`, or something that is sent as JSON with status 200.
     """
+
+    path = "/score"
 
     def __init__(self, *behaviours: Behaviour, port: int = 0) -> None:
         self.behaviours = list(behaviours)
@@ -42,7 +45,7 @@ class RewardServer:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}/score"
+        self.url = f"http://127.0.0.1:{self.http.server_port}{self.path}"
 
     def handle(self, handler: BaseHTTPRequestHandler) -> None:
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
@@ -55,7 +58,7 @@ class RewardServer:
             self._at_once += 1
             self.most_at_once = max(self.most_at_once, self._at_once)
         try:
-            reply = behaviour(body)
+            reply = self.answer(handler, behaviour, body)
         finally:
             with self._lock:
                 self._at_once -= 1  # before the reply: the client may send its next one at once
@@ -63,13 +66,18 @@ class RewardServer:
         with suppress(BrokenPipeError, ConnectionResetError):
             self._reply(handler, reply)
 
+    def answer(
+        self, handler: BaseHTTPRequestHandler, behaviour: Behaviour, body: dict[str, Any]
+    ) -> Any:
+        return behaviour(body)
+
     @staticmethod
     def _reply(handler: BaseHTTPRequestHandler, reply: Any) -> None:
         if callable(reply):  # writes to the connection itself
             reply(handler)
             return
         if not isinstance(reply, tuple):
-            reply = (200, json.dumps(reply).encode(), {})
+            reply = (200, json.dumps(reply).encode(), {"Content-Type": "application/json"})
         status, payload, headers = reply
         handler.send_response(status)
         for name, value in {"Content-Length": str(len(payload)), **headers}.items():
@@ -79,8 +87,7 @@ class RewardServer:
 
 
 @contextmanager
-def serving(*behaviours: Behaviour, port: int = 0) -> Iterator[RewardServer]:
-    server = RewardServer(*behaviours, port=port)
+def running(server: S) -> Iterator[S]:
     thread = threading.Thread(
         target=server.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
     )
@@ -91,6 +98,10 @@ def serving(*behaviours: Behaviour, port: int = 0) -> Iterator[RewardServer]:
         server.http.shutdown()
         server.http.server_close()
         thread.join(5)
+
+
+def serving(*behaviours: Behaviour, port: int = 0) -> AbstractContextManager[RewardServer]:
+    return running(RewardServer(*behaviours, port=port))
 
 
 def lengths(body: dict[str, Any]) -> dict[str, Any]:

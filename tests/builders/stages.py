@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from rlhf_lightning.batches import (
-    Generation,
-    PreferenceBatch,
-    PromptBatch,
-    RolloutBatch,
-    SFTBatch,
-)
+from rlhf_lightning.batches import Generation, PreferenceBatch, PromptBatch, RolloutBatch, SFTBatch
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.hparams import (
     DistillationHparams,
@@ -170,14 +165,12 @@ def tiny_module(
     model_type: str = "gpt2",
     *,
     ppo: PPOHparams | None = None,
-    sampling: SamplingHparams | None = None,
     cls: type[PPOModule] = RecordedPPO,
     pad: int = PAD,
     **changes: Any,
 ) -> Any:
     parts: dict[str, Any] = {
         "ppo": ppo or ppo_hparams(),
-        "sampling": sampling or SamplingHparams(max_new_tokens=9, temperature=0.9),
         "models": lambda: tiny_models(model_type),
         **_common_parts(pad),
     }
@@ -186,6 +179,7 @@ def tiny_module(
 
 def _common_parts(pad: int = PAD) -> dict[str, Any]:
     return {
+        "sampling": SamplingHparams(max_new_tokens=9, temperature=0.9),
         "scorer": TokenScorer(some_score),
         "generator": CachedGenerator(STOPS, pad),
         "tokenizer": tiny_tokenizer(pad_is_eos=pad == EOS),
@@ -207,7 +201,6 @@ def tiny_grpo(
 ) -> Any:
     parts: dict[str, Any] = {
         "grpo": grpo or grpo_hparams(),
-        "sampling": SamplingHparams(max_new_tokens=9, temperature=0.9),
         "models": lambda: PolicyModels(
             policy=tiny_policy(model_type), reference=frozen(tiny_policy(model_type))
         ),
@@ -227,7 +220,6 @@ def tiny_distillation(
     """A module whose teacher is another model, with changes of its config if `teacher` has any."""
     parts: dict[str, Any] = {
         "distillation": distillation,
-        "sampling": SamplingHparams(max_new_tokens=9, temperature=0.9),
         "models": lambda: PolicyModels(
             policy=tiny_policy(model_type),
             reference=frozen(tiny_policy(model_type)),
@@ -339,34 +331,23 @@ def after_some_training(rollout: RolloutBatch) -> RolloutBatch:
     )
 
 
+SUPERVISED: dict[str, Any] = {"optimizer": adamw, "schedule": Schedule("constant")}
+
+
 def tiny_sft(model_type: str = "gpt2", **hparams: Any) -> Any:
-    hparams = {"learning_rate": 1e-3} | hparams
-    return SFTModule(
-        sft=SFTHparams(**hparams),
-        policy=lambda: tiny_policy(model_type),
-        optimizer=adamw,
-        schedule=Schedule("constant"),
-    )
+    sft = SFTHparams(**({"learning_rate": 1e-3} | hparams))
+    return SFTModule(sft=sft, policy=lambda: tiny_policy(model_type), **SUPERVISED)
 
 
 def tiny_reward(model_type: str = "gpt2", *, init_std: float = 0.3, **hparams: Any) -> Any:
-    hparams = {"learning_rate": 1e-3} | hparams
-    return RewardModule(
-        reward=RewardHparams(**hparams),
-        model=lambda: tiny_scalar_model(model_type, init_std=init_std),
-        optimizer=adamw,
-        schedule=Schedule("constant"),
-    )
+    reward = RewardHparams(**({"learning_rate": 1e-3} | hparams))
+    model = partial(tiny_scalar_model, model_type, init_std=init_std)
+    return RewardModule(reward=reward, model=model, **SUPERVISED)
 
 
 def tiny_dpo(model_type: str = "gpt2", **hparams: Any) -> Any:
-    hparams = {"learning_rate": 1e-3} | hparams
-    return DPOModule(
-        dpo=DPOHparams(**hparams),
-        policy=lambda: tiny_policy(model_type),
-        optimizer=adamw,
-        schedule=Schedule("constant"),
-    )
+    dpo = DPOHparams(**({"learning_rate": 1e-3} | hparams))
+    return DPOModule(dpo=dpo, policy=lambda: tiny_policy(model_type), **SUPERVISED)
 
 
 def right_padded(rows: Sequence[Sequence[int]], width: int, fill: int) -> tuple[Tensor, Tensor]:

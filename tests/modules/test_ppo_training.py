@@ -215,7 +215,8 @@ EDGES = {
 def test_edge_cases_train_with_finite_measures_and_weights(name):
     edge = dict(EDGES[name])
     scorer = TokenScorer(edge.get("score", some_score))
-    module = tiny_module(scorer=scorer, sampling=edge.get("sampling"))
+    sampling = edge.get("sampling", SamplingHparams(max_new_tokens=9, temperature=0.9))
+    module = tiny_module(scorer=scorer, sampling=sampling)
     module.generator.stop_ids = edge.get("stops", module.generator.stop_ids)
     logged = logged_by(module)
     fit(module, [prompts(i, rows=edge.get("rows", 16)) for i in range(2)])

@@ -17,10 +17,10 @@ from rlhf_lightning.preferences.judge import (
 from rlhf_lightning.preferences.records import Journal, Pair
 from rlhf_lightning.text.verdict import parse_verdict
 from tests.builders.chat_server import (
-    Failure,
     always_a,
     completion,
     failing,
+    failure,
     prefers_longer,
     serving,
 )
@@ -159,7 +159,7 @@ def test_a_reply_in_parts_is_its_text() -> None:
 
 def test_a_refused_text_is_a_skip_and_only_refusals_are_an_error() -> None:
     def filtered(prompt: str, a: str, b: str):
-        return Failure(400) if prompt == "request 3" else prefers_longer(prompt, a, b)
+        return failure(400) if prompt == "request 3" else prefers_longer(prompt, a, b)
 
     with serving(filtered) as server:
         annotator = judge(server)

@@ -12,7 +12,7 @@ from rlhf_lightning.preferences.judge import JudgeAnnotator, Judgement, judge_fi
 from rlhf_lightning.preferences.records import Journal, Pair
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.text.verdict import SCHEMA
-from tests.builders.chat_server import Failure, Odd, prefers_longer, serving
+from tests.builders.chat_server import failure, prefers_longer, serving
 
 PAIRS = [Pair.make(f"request {i}", f"short {i}", f"quite a bit longer {i}") for i in range(12)]
 
@@ -38,9 +38,9 @@ def kept(annotator: JudgeAnnotator, folder: Path, pairs=PAIRS[:2]):
 @pytest.mark.parametrize(
     ("reply", "why", "shown", "fix"),
     [
-        (Odd(None, choice={"finish_reason": "length"}), "cut off", "''", "judge.max_tokens=16"),
-        (Odd("I prefer A."), "no verdict", "I prefer A.", "[[A]], [[B]], or [[C]]"),
-        (Failure(400, "use 'max_completion_tokens'"), "refused", "use 'max_comp", "judge.system"),
+        (None, "cut off", "''", "judge.max_tokens=16"),
+        ("I prefer A.", "no verdict", "I prefer A.", "[[A]], [[B]], or [[C]]"),
+        (failure(400, "use 'max_completion_tokens'"), "refused", "use 'max_comp", "judge.system"),
     ],
     ids=range(3),
 )
@@ -129,7 +129,7 @@ def test_a_template_of_ones_own_has_its_own_delimiters() -> None:
 def test_what_an_earlier_run_paid_for_is_not_asked_for_again(tmp_path) -> None:
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
-    with serving(*[prefers_longer] * 7, lambda *_: Failure(401)) as server:
+    with serving(*[prefers_longer] * 7, lambda *_: failure(401)) as server:
         error, judgements = kept(judge(server), tmp_path / "first", PAIRS)
         assert "key" in str(error)
         assert len(judgements) == 7
