@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from rlhf_lightning import (
-    DPOHparams,
-    DPOModule,
-    LoraHparams,
-    PreferenceDataModule,
-)
+from rlhf_lightning import DPOHparams, DPOModule, LoraHparams, PreferenceDataModule
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import load_policy

@@ -21,27 +21,21 @@ from rlhf_lightning.callbacks.doctor.rollouts import responses_of
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.encode import EncodedPrompt
-from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.data.sampler import StreamBatchSampler
+from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.modules.metrics import rollout_metrics
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.resampling import resampled
 from rlhf_lightning.rollout.scorers.base import Responses, Scores
 from tests.builders.library_runs import assert_same_rollouts, assert_same_weights
-from tests.builders.models import (
-    EOS,
-    PAD,
-    flat_parameters,
-    prompt_rows,
-    tiny_tokenizer,
-)
+from tests.builders.models import EOS, PAD, flat_parameters, tiny_tokenizer
 from tests.builders.ranks import SimulatedRanks
+from tests.builders.record_files import TEN_PROMPTS, TEN_ROWS
 from tests.builders.stages import STOPS, RecordedGRPO, built, grpo_hparams, tiny_grpo, trainer
 from tests.modules.test_ppo_resume import KilledError
 from tests.rollout.answers import responses_of as texts_of
 
-ROWS = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
 SIZE, BATCH, SEED = 2, 4, 5
 # Of the first iteration 0 to 3, and then of those that may take their place.
 DULL = {1, 3, 4, 6} | {13}
@@ -110,15 +104,9 @@ def module_with(rounds: int, scorer: Any = None, **hparams: Any) -> Seen:
     )
 
 
-class InMemorySource:
-    def records(self, kind: str, split: str) -> list[PromptRecord]:
-        rows = ROWS if split == "train" else []
-        return [PromptRecord(" ".join(f"w{i}" for i in row)) for row in rows]
-
-
 def data() -> PromptDataModule:
     return PromptDataModule(
-        InMemorySource(),
+        GivenRows(TEN_PROMPTS, validation_fraction=0),
         tiny_tokenizer(),
         batch_size=BATCH,
         num_iterations=3,
@@ -178,8 +166,8 @@ def test_what_was_resampled_is_logged(run):
 
 
 def test_the_rows_are_whole_groups_with_the_prompts_of_their_numbers(run):
-    stream = StreamBatchSampler(len(ROWS), batch_size=10, num_iterations=2, seed=SEED)
-    texts = [ROWS[row] for number in range(2) for row in stream.batch(number)]
+    stream = StreamBatchSampler(len(TEN_ROWS), batch_size=10, num_iterations=2, seed=SEED)
+    texts = [TEN_ROWS[row] for number in range(2) for row in stream.batch(number)]
     for batch, rollout in zip(run.batches, run.rollouts, strict=True):
         assert rollout.group_ids.tolist() == rollout.group_ids[::SIZE].repeat_interleave(2).tolist()
         ids = rollout.group_ids * SIZE + torch.arange(len(rollout)) % SIZE
@@ -263,7 +251,7 @@ def test_a_run_in_which_nothing_teaches_goes_on_without_an_advantage():
 def share(*, rounds: int, rank: int = 0, world_size: int = 1, batch: int = BATCH) -> PromptBatch:
     """Return a rank's part of the first iteration."""
     sampler = StreamBatchSampler(
-        len(ROWS),
+        len(TEN_ROWS),
         batch_size=batch,
         num_iterations=1,
         seed=SEED,
@@ -275,7 +263,7 @@ def share(*, rounds: int, rank: int = 0, world_size: int = 1, batch: int = BATCH
     )
     (rows,) = sampler
     encoded = [
-        (EncodedPrompt(ROWS[row], columns={"prompt": str(row)}), number) for row, number in rows
+        (EncodedPrompt(TEN_ROWS[row], columns={"prompt": str(row)}), number) for row, number in rows
     ]
     return PromptCollator(PAD, SIZE, batch // world_size)(encoded)
 

@@ -9,13 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from rlhf_lightning import (
-    GRPOHparams,
-    LoraHparams,
-    PromptDataModule,
-    SamplingHparams,
-    export_model,
-)
+from rlhf_lightning import GRPOHparams, LoraHparams, PromptDataModule, SamplingHparams
 from tests.builders.library_runs import (
     Stop,
     assert_same_rollouts,
@@ -72,21 +66,6 @@ def test_a_run_starts_at_the_reference_to_the_bit_and_moves(trained):
     assert module.steps[0]["grpo/approx_kl"] == module.steps[0]["grpo/clipfrac"] == 0
     assert trainer.global_step == module.num_optimizer_steps == ITERATIONS * 2 * 2
     assert 0 < first["rollout/informative_groups"] <= 1
-
-
-def test_there_is_no_value_model_anywhere(trained, tmp_path):
-    module, trainer, folder, lora = trained
-    assert {name.split(".")[0] for name in module.state_dict()} == {"policy"}
-    assert all("/lora_" in name for name in module.state_dict()) == (lora is not None)
-    assert module.value is None
-    (group,) = trainer.optimizers[0].param_groups
-    assert {id(p) for p in group["params"]} == {id(p) for p in module.policy.parameters()}
-    assert module.rollouts[0].values is module.rollouts[0].returns is None
-    names = {name for row in rows(folder) for name in row}
-    assert not [name for name in names if "value" in name or "explained" in name]
-    export = export_model(module, tmp_path / "export")
-    assert (export / "model.safetensors").exists()
-    assert not [file for file in export.rglob("*") if "value" in file.name]
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import torch
 
-from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule, trainer_arguments
+from rlhf_lightning import DPOHparams, DPOModule, PreferenceDataModule
 from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.functional.statistics import wilson_interval
@@ -233,15 +233,3 @@ def test_a_response_with_both_labels_is_counted_and_is_no_duplicate(material):
     data.setup()
     assert (data.summary.num_contradictions, data.summary.num_duplicates) == (3, 1)
     assert "responses with both labels" in data.render_summary()
-
-
-@pytest.mark.parametrize(("kind", "given"), [("kto", "preferences"), ("sigmoid", "unpaired")])
-def test_rows_of_another_objective_are_refused_with_the_kind_that_fits(
-    material, tmp_path, kind, given
-):
-    module = DPOModule.from_pretrained(material["policy"], dpo=DPOHparams(kind=kind))
-    source = material["pairs"]
-    data = PreferenceDataModule(source, module.tokenizer, batch_size=4, kind=given)
-    trainer = L.Trainer(**trainer_arguments(tmp_path, max_iterations=1, accelerator="cpu"))
-    with pytest.raises(TypeError, match=f"kind={module.kinds_of_records(module.algorithm)[0]}"):
-        trainer.fit(module, data)

@@ -13,21 +13,14 @@ import torch
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, IterationCheckpoint
 from rlhf_lightning.callbacks.exact_resume import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
-from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from tests.builders.library_runs import assert_same_rollouts, assert_same_weights
-from tests.builders.models import prompt_rows, tiny_tokenizer
+from tests.builders.models import tiny_tokenizer
+from tests.builders.record_files import TEN_PROMPTS
 from tests.builders.stages import RecordedPPO, ppo_hparams, tiny_module, trainer
 
 ITERATIONS = 4
-
-
-class InMemorySource:
-    def records(self, kind: str, split: str) -> list[PromptRecord]:
-        if split == "validation":
-            return []
-        rows = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
-        return [PromptRecord(" ".join(f"w{i}" for i in row)) for row in rows]
 
 
 class KilledError(RuntimeError):
@@ -69,7 +62,7 @@ def run(
     hparams = ppo_hparams(num_minibatches=2, kl_target=2.0, kl_horizon=20, **own)
     module = tiny_module(ppo=hparams, fingerprint=fingerprint, **changes)
     data = PromptDataModule(
-        InMemorySource(),
+        GivenRows(TEN_PROMPTS, validation_fraction=0),
         tiny_tokenizer(),
         batch_size=8,
         num_iterations=ITERATIONS,

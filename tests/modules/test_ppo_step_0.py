@@ -19,14 +19,7 @@ from rlhf_lightning.models.ppo_models import PPOModels
 from rlhf_lightning.modules.metrics import RunningMeans
 from rlhf_lightning.modules.step_0 import Step0Error
 from tests.builders.models import MODEL_TYPES, config_fields, tiny_policy
-from tests.builders.stages import (
-    RecordedPPO,
-    built,
-    fit,
-    ppo_hparams,
-    tiny_models,
-    tiny_module,
-)
+from tests.builders.stages import RecordedPPO, built, fit, ppo_hparams, tiny_models, tiny_module
 
 PRECISIONS = ("32-true", "bf16-mixed")
 

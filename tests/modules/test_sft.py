@@ -13,10 +13,7 @@ from torch.utils.data import DataLoader
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.evaluation.final_metrics import held_out_loss
 from rlhf_lightning.models.factory import load_policy
-from tests.builders.models import (
-    EOS,
-    config_fields,
-)
+from tests.builders.models import EOS, config_fields
 from tests.builders.stages import (
     ANSWER_LENGTHS,
     assert_two_ranks_step_as_one,

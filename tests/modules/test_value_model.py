@@ -14,12 +14,7 @@ from rlhf_lightning.functional.masked import masked_whiten
 from rlhf_lightning.modules.optimization import parameter_group
 from rlhf_lightning.rollout.estimators import GAE
 from tests.builders.library_runs import assert_same_weights
-from tests.builders.stages import (
-    built,
-    fit,
-    ppo_hparams,
-    tiny_module,
-)
+from tests.builders.stages import built, fit, ppo_hparams, tiny_module
 from tests.modules.test_ppo_resume import KilledError, run
 from tests.modules.test_ppo_training import logged_by
 

@@ -21,11 +21,12 @@ import torch
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO
 from rlhf_lightning.callbacks.exact_resume import RandomState
 from rlhf_lightning.data.datamodules import PromptDataModule
+from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.distributed.strategy import FSDP2Strategy
 from tests.builders.models import tiny_tokenizer
+from tests.builders.record_files import TEN_PROMPTS
 from tests.builders.stages import ppo_hparams, tiny_module, trainer
-from tests.modules.test_ppo_resume import InMemorySource
 from tests.multiprocess.train_stage import leave, strategy_of
 
 SAVED, LAST = 2, 3
@@ -80,7 +81,7 @@ def run(strategy: str, out: Path, checkpoint: str | None = None) -> None:
     )
     module = tiny_module("llama", ppo=hparams)
     data = PromptDataModule(
-        InMemorySource(),
+        GivenRows(TEN_PROMPTS, validation_fraction=0),
         tiny_tokenizer(),
         batch_size=8,
         num_iterations=LAST,
