@@ -10,27 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.noise import RowNoise, sample
-from tests.builders.models import EOS, HIDDEN, PAD, VOCABULARY, prompt_rows, tiny_policy
+from tests.builders.models import EOS, LLAMA_LIKE, PAD, VOCABULARY, prompt_rows, tiny_policy
 
 ROWS = prompt_rows([3, 8, 1, 5, 8, 2, 7, 4, 6, 3, 1, 8])
 STOPS = (EOS, *range(42, VOCABULARY))
 NOISE = RowNoise(seed=7, iteration=3)
 WINDOW = 5  # shorter than most prompts and than what follows them
 
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": None,
-}
+SHAPE = LLAMA_LIKE | {"head_dim": 16}
 _MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 OTHER_MODELS = {
     "gemma3_text": _MIXED,

@@ -10,18 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.rollout.generators.base import TransformersGenerator
-from tests.builders.models import EOS, HIDDEN, INIT_STD, VOCABULARY, prompt_batch
+from tests.builders.models import ANY, HIDDEN, prompt_batch
 from tests.models.test_architectures import ARCHITECTURES, hub_model
 from tests.rollout.plain_generation import ROWS, generated, without_cache
 
-_OLD: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": None,
-    "initializer_range": INIT_STD,
-}
-_FALCON = _OLD | {
+_FALCON = ANY | {
     "model_type": "falcon",
     "hidden_size": HIDDEN,
     "num_hidden_layers": 2,
@@ -33,8 +26,8 @@ OWN_ATTENTION: dict[str, dict[str, Any]] = {
     "falcon": _FALCON | {"multi_query": True},
     "falcon_grouped": _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "falcon_alibi": _FALCON | {"alibi": True, "multi_query": False},
-    "bloom": _OLD | {"model_type": "bloom", "hidden_size": HIDDEN, "n_layer": 2, "n_head": 4},
-    "gptj": _OLD
+    "bloom": ANY | {"model_type": "bloom", "hidden_size": HIDDEN, "n_layer": 2, "n_head": 4},
+    "gptj": ANY
     | {
         "model_type": "gptj",
         "n_embd": HIDDEN,

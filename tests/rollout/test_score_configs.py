@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.build import check_scorer
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import PlanGroup
 from rlhf_lightning.app.plan import Plan
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
-from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, TextRewardModelHparams
+from rlhf_lightning.rollout.scorers.hparams import (
+    HttpScorerHparams,
+    RewardEnsembleHparams,
+    TextRewardModelHparams,
+)
 from rlhf_lightning.rollout.scorers.http import HttpScorer
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.text.tokenizers import check_same_tokenizer
@@ -37,6 +40,8 @@ def test_scorers_are_chosen_by_name_and_have_the_defaults_of_their_dataclasses(t
     classifier = scorer_of("scorer=text_reward_model", f"scorer.source={folder}")
     assert isinstance(classifier, TextRewardModelScorer)
     assert classifier.hparams == TextRewardModelHparams()
+    several = scorer_of("scorer=reward_ensemble", "scorer.sources=[one,two]", "scorer.policy=null")
+    assert several.hparams == RewardEnsembleHparams()
     (model,) = classifier.build()
     assert not model.training
 
@@ -131,20 +136,3 @@ def test_a_reward_model_without_a_tokenizer_cannot_be_compared(tmp_path):
     policy = save_tokenizer(tmp_path / "policy", tiny_tokenizer())
     with pytest.raises(ValueError, match=r"has no tokenizer .* save its tokenizer there"):
         RewardModelScorer(tiny_scalar_model, policy=policy, source=tmp_path)
-
-
-@pytest.mark.thorough
-def test_a_function_of_other_names_is_refused_before_a_model_is_loaded(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "def openrlhf(queries, prompts, labels):\n    return [0.0] * len(queries)\n"
-        "def fine(completions, prompts):\n    return [0.0] * len(prompts)\n"
-    )
-
-    def check(*words):
-        own = ("artifacts.reward=null", "module.value_head=zero")
-        check_scorer(settings_of("+experiment=ppo", *own, *words))
-
-    check("scorer=function", f"scorer.function={file}:fine")
-    with pytest.raises(ConfigError, match=r"scorer: .*openrlhf takes \(queries, prompts, labels\)"):
-        check("scorer=function", f"scorer.function={file}:openrlhf")

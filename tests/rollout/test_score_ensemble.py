@@ -60,21 +60,11 @@ def test_members_are_loaded_once_each_and_their_scores_are_components():
 ENSEMBLE = ("+experiment=ppo", "scorer=reward_ensemble")
 
 
-def test_an_ensemble_is_chosen_by_name_and_has_the_defaults_of_the_dataclass(tmp_path):
-    folders = [str(tmp_path / name) for name in ("one", "two")]
-    sources = f"scorer.sources=[{','.join(folders)}]"
-    scorer = settings_of(*ENSEMBLE, sources, "scorer.policy=null").scorer.build()
-    assert scorer.hparams == RewardEnsembleHparams()
-    assert [member.load.keywords["source"] for member in scorer.members] == folders
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], r"scorer\.sources is not set"),
         (["scorer.sources=[a,a]"], "an ensemble needs two or more different reward models"),
         (["scorer.sources=a"], r"scorer\.sources='a' is str, expected a list"),
-        (["scorer.sources=[a,b]", "scorer.std_coef=-1"], "std_coef=-1 must be >= 0"),
     ],
 )
 def test_an_ensemble_that_cannot_work_is_refused_before_anything_runs(overrides, message):

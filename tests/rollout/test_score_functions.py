@@ -68,9 +68,7 @@ def test_prompts_and_completions_arrive_under_their_names_in_any_order(function)
     "function",
     [
         lambda queries, prompts, labels: [],
-        lambda p, c: [],
         lambda prompts, completions, /: [],
-        lambda prompts: [],
         len,
     ],
 )
@@ -178,19 +176,15 @@ def test_a_dict_has_further_figures_that_are_parts_of_the_score_alone_and_in_a_s
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({0.5, 1.5}, "set"),
         ({1: 1, 2: 2}, "a dict with the keys"),
         ({"score": [1.0, 2.0], "length": [1.0]}, "1 scores for 2"),
-        ("12", "str"),
         ((value for value in (1, 2)), "generator"),
         ([1.0], "1 scores for 2 completions"),
         (np.ones((2, 2)), r"\[1.0, 1.0\] for completion 0"),
         ([1.0, math.nan], r"nan for completion 1 \('w9 w10'\)"),
         ([math.inf, 1.0], "inf for completion 0"),
         ([1.0, -1e39], r"-1e\+39 for completion 1"),
-        ([10**400, 1.0], "for completion 0"),
         (["1", 2.0], "'1' for completion 0"),
-        ([1 + 2j, 1.0], "for completion 0"),
     ],
 )
 def test_what_are_no_scores_is_refused_by_the_name_of_the_function(values, message):
@@ -227,14 +221,6 @@ def test_a_function_that_reads_messages_or_lacks_a_column_is_told_what_it_was_gi
             scored(function, answer=["a", "b"])
 
 
-def test_ctrl_c_is_passed_on():
-    def interrupted(prompts, completions):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        scored(interrupted)
-
-
 def test_a_call_that_takes_long_is_named_again_after_each_doubling(monkeypatch, caplog):
     monkeypatch.setattr(base, "SLOW_SECONDS", 0.1)
 
@@ -261,29 +247,16 @@ def test_a_function_is_found_by_file_and_by_dotted_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
-        ("def score(:\n", "SyntaxError"),
-    ],
-)
-def test_a_file_that_cannot_be_read_as_python_is_named(tmp_path, text, message):
-    (tmp_path / "mine.py").write_text(text)
-    with pytest.raises(ValueError, match=rf"mine\.py:score': {message}"):
-        FunctionScorer(f"{tmp_path}/mine.py:score")
-
-
-@pytest.mark.parametrize(
     ("path", "message"),
     [
         ("nowhere.py:f", "no Python file nowhere.py; give 'path.py:name' or 'package.module.name'"),
-        ("no.such.module.f", "No module named 'no'"),
+        ("mine.py:f", "SyntaxError"),
         ("f", "give 'path.py:name'"),
-        ("math.pi", "'pi' is no callable there"),
         ("math.sqr", "'sqr' is no callable there; did you mean sqrt"),
     ],
 )
-def test_a_function_that_is_not_there_is_an_error(path, message):
+def test_a_function_that_is_not_there_is_an_error(path, message, working_folder):
+    (working_folder / "mine.py").write_text("def f(:\n")
     with pytest.raises(ValueError, match=f"reward function '{path}'.*{message}"):
         load_function(path)
 

@@ -13,12 +13,7 @@ from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, response_texts_of
 from rlhf_lightning.text.messages import CONVERSATION
-from rlhf_lightning.text.reward_text import (
-    ClassifierInputs,
-    Completion,
-    LastTokenInputs,
-    Renderer,
-)
+from rlhf_lightning.text.reward_text import ClassifierInputs, Completion, LastTokenInputs, Renderer
 from rlhf_lightning.text.tokens import ControlTokens
 from tests.builders.tokenizers import CHATML
 from tests.rollout.reward_models import (
