@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -32,32 +31,18 @@ from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 from tests.builders.encoding import encode_all
 from tests.builders.models import (
     EOS,
-    HIDDEN,
-    INIT_STD,
-    VOCABULARY,
+    LLAMA_LIKE,
     config_fields,
     flat_parameters,
     prompt_rows,
     tiny_tokenizer,
 )
-from tests.builders.stages import RecordedPPO, adamw, ppo_hparams, trainer
+from tests.builders.stages import RecordedPPO, TokenScorer, adamw, ppo_hparams, trainer
 from tests.models.test_forward import padded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`.*")
 
-_NEW: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": INIT_STD,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": None,
-}
+_NEW = LLAMA_LIKE | {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -222,7 +207,7 @@ def test_adapters_start_as_the_model_and_train_on_every_architecture(tmp_path, n
     lora = LoraHparams(r=4, alpha=8)
     start = torch.cat([v.flatten() for v in load_policy(folder).state_dict().values()])
     module = ppo_module(folder, None, value_head="zero", lora=lora)
-    module.scorer = LetterScorer()
+    module.scorer = TokenScorer(lambda ids, finished: float((ids % 5).sum()) / 10 - 1)
     run_ppo(module, load_tokenizer(folder))
     trained = module.policy.state_dict()
     assert any(v.abs().sum() > 0 for k, v in trained.items() if "lora_B" in k)
@@ -257,17 +242,3 @@ def run_ppo(module: Any, tokenizer: Any) -> None:
     assert first["ppo/clipfrac"] == 0
     assert len(module.steps) == 2
     assert all(torch.isfinite(torch.tensor(list(step.values()))).all() for step in module.steps)
-
-
-class LetterScorer:
-    """Scores by the ids of the response, without a model."""
-
-    def build(self, base: Any = None) -> list[torch.nn.Module]:
-        return []
-
-    def __call__(self, answers: Any) -> Any:
-        from rlhf_lightning.rollout.scorers.base import Scores
-
-        ids = answers.sequences[:, -answers.response_mask.shape[1] :] % 5
-        total: Tensor = (ids * answers.response_mask).sum(-1).float() / 10 - 1
-        return Scores(total, {"ids": total})

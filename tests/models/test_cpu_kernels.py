@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -13,6 +9,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
+from tests.builders.command_lines import environment
+from tests.builders.processes import run_python
 from tests.builders.stages import fit, ppo_hparams, tiny_module
 
 # The folder as if it were deleted, and a run of PPO by its command's own function.
@@ -26,15 +24,10 @@ class Deleted:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Deleted())
-from rlhf_lightning.models.cpu_kernels import cpu_kernels
-from tests.builders.runs import completed, make_start
+from tests.builders.runs import completed
 
-folder = Path(sys.argv[1])
-with cpu_kernels(False):
-    start = make_start(folder / "start")
-completed(
-    folder / "run", "ppo", start, "artifacts.reward=null", "model.cpu_kernels=" + sys.argv[2]
-)
+words = ["artifacts.reward=null", "model.cpu_kernels=false"]
+completed(Path("run"), "ppo", Path(sys.argv[1]), *words)
 assert "rlhf_lightning.models.cpu" not in sys.modules
 """
 
@@ -51,13 +44,9 @@ def test_ppo_trains_with_the_kernels_off_and_starts_at_a_ratio_of_1(precision):
     assert module.steps[1]["ppo/approx_kl"] > 0
 
 
-def without_the_folder(folder: Path, switch: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", WITHOUT_THE_FOLDER, str(folder), switch]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
-
-
 @pytest.mark.thorough
-def test_a_run_with_the_switch_off_does_not_need_the_folder(tmp_path):
-    result = without_the_folder(tmp_path, "false")
-    assert result.returncode == 0, result.stderr[-3000:]
+def test_a_run_with_the_switch_off_does_not_need_the_folder(start, tmp_path):
+    (tmp_path / "program.py").write_text(WITHOUT_THE_FOLDER)
+    done = run_python("program.py", start, folder=tmp_path, environment=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
     assert read_summary(RunFolder(tmp_path / "run")).status == "completed"

@@ -21,12 +21,7 @@ from rlhf_lightning.distributed.collectives import full_state
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.modules.export import save_hf_model
-from rlhf_lightning.text.tokenizers import (
-    ADDED,
-    classifier_tokenizer,
-    load_tokenizer,
-    stop_ids,
-)
+from rlhf_lightning.text.tokenizers import ADDED, classifier_tokenizer, load_tokenizer, stop_ids
 from tests.builders.mirror import on_mirror
 from tests.builders.models import (
     EOS,

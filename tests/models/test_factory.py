@@ -8,11 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rlhf_lightning.models.export import export_policy, export_scalar_model
-from rlhf_lightning.models.factory import (
-    check_deterministic,
-    load_policy,
-    load_scalar_model,
-)
+from rlhf_lightning.models.factory import check_deterministic, load_policy, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.modules.rewards import score_clip_of
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer, WeightedScorer

@@ -15,10 +15,7 @@ from rlhf_lightning.models.forward import (
     response_values,
     sequence_scores,
 )
-from rlhf_lightning.models.micro_batching import (
-    in_buckets,
-    micro_batching,
-)
+from rlhf_lightning.models.micro_batching import in_buckets, micro_batching
 from tests.builders.models import EOS, MODEL_TYPES, PAD, prompt_rows, tiny_policy, tiny_scalar_model
 
 TEMPERATURE = 0.7

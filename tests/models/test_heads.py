@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_lightning.models.heads import (
-    PolicyModel,
-)
+from rlhf_lightning.models.heads import PolicyModel
 from tests.builders.models import VOCABULARY, tiny_policy, tiny_scalar_model
 
 

@@ -10,7 +10,6 @@ from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.learning_rates import TABLE, default_learning_rate
 from rlhf_lightning.modules.optimization import parameter_group
-from tests.builders.runs import make_start
 
 KINDS = ("sft", "reward", "policy", "value")
 
@@ -32,8 +31,7 @@ def test_beyond_the_table_the_rate_stays_that_of_its_end():
         default_learning_rate("sft", 0, lora=False)
 
 
-def test_a_module_without_a_rate_takes_that_of_its_own_model(tmp_path):
-    start = make_start(tmp_path / "start")
+def test_a_module_without_a_rate_takes_that_of_its_own_model(start):
     policy, reward = load_policy(start), load_scalar_model(start, head="reward")
     adapted = load_policy(start, lora=LoraHparams())
     tiny = TABLE[0]  # smaller than its model

@@ -12,11 +12,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models.adapter_files import (
-    load_policy_adapter,
-    merge_adapter,
-    save_adapter,
-)
+from rlhf_lightning.models.adapter_files import load_policy_adapter, merge_adapter, save_adapter
 from rlhf_lightning.models.factory import load_base, load_policy
 from rlhf_lightning.models.lora import AdaptedPolicy
 from tests.builders.models import config_fields

@@ -13,11 +13,7 @@ from rlhf_lightning.models.activation_checkpointing import checkpoint_activation
 from rlhf_lightning.models.cpu import llama_layer, products
 from rlhf_lightning.models.cpu.row_blocks import DECODERS
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
-from rlhf_lightning.models.forward import (
-    pack_together,
-    packs,
-    sequence_scores,
-)
+from rlhf_lightning.models.forward import pack_together, packs, sequence_scores
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.lora import AdaptedBase, add_policy
 from rlhf_lightning.models.micro_batching import micro_batching

@@ -17,7 +17,7 @@ from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.transformers_4 import name_old_tokenizer, with_old_keys, write_json
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.text.tokenizers import load_tokenizer
-from tests.builders.models import EOS, INIT_STD, VOCABULARY, config_fields, tiny_tokenizer
+from tests.builders.models import EOS, LLAMA_LIKE, config_fields, tiny_tokenizer
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
 OLD = ("transformers==4.57.6", "tokenizers==0.22.2", "huggingface_hub==0.36.0")
@@ -39,19 +39,7 @@ LONG = YARN | {
     "long_factor": [2.0, 3.0, 4.0, 5.0],
 }
 BY_LAYER = {"full_attention": LINEAR, "sliding_attention": THETA | {"rope_theta": 99.0}}
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": INIT_STD,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": None,
-}
+_SIZES = LLAMA_LIKE | {"num_attention_heads": 4, "num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
