@@ -24,16 +24,14 @@ from rlhf_lightning.preferences.candidates import (
 )
 from rlhf_lightning.preferences.records import Candidate, Journal
 from rlhf_lightning.text.tokenizers import load_tokenizer
-from tests.builders.runs import make_start
 
 PROMPTS = DemoSource(seed=1).records("prompts", "train")[:10]
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
-    folder = make_start(tmp_path_factory.mktemp("models") / "start")
-    tokenizer = load_tokenizer(folder)
-    return LoadedPolicy(frozen(load_policy(folder)), tokenizer, [tokenizer.eos_token_id])
+def policy(start: Path) -> LoadedPolicy:
+    tokenizer = load_tokenizer(start)
+    return LoadedPolicy(frozen(load_policy(start)), tokenizer, [tokenizer.eos_token_id])
 
 
 @pytest.fixture

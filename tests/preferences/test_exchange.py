@@ -105,16 +105,8 @@ def test_an_export_of_label_studio_is_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (
-            "a.jsonl",
-            '{"wrong": 1}\n',
-            r"a\.jsonl, line 1: the keys wrong tell no format",
-        ),
-        (
-            "a.json",
-            '[{"data": {"question": "Q", "text1": "a", "answer2": "b"}}]',
-            "prompt, answer1 and answer2",
-        ),
+        ("a.jsonl", '{"wrong": 1}\n', r"a\.jsonl, line 1: the keys wrong tell no format"),
+        ("a.json", '[{"data": {"question": "Q", "text1": "a"}}]', "prompt, answer1 and answer2"),
     ],
 )
 def test_a_bad_file_is_told_with_place_and_fix(tmp_path: Path, name: str, text: str, message: str):

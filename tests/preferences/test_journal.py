@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.preferences.records import Journal, Label
 from tests.builders.labels import label
-
-WRITER = """
-import sys
-from rlhf_lightning.preferences.records import Journal
-journal = Journal(sys.argv[1], dict)
-number = len(journal.read())
-print("ready", flush=True)
-while True:
-    journal.append([{"number": number + i, "text": "x" * 5000} for i in range(7)])
-    number += 7
-"""
+from tests.builders.processes import killed_after
 
 
 def test_what_is_appended_is_read_back_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
@@ -51,23 +37,18 @@ def test_a_line_that_is_something_else_names_its_place(tmp_path: Path) -> None:
         Journal(path, Label).read()
 
 
+def _append_for_ever(path: Path, done: Any) -> None:
+    journal = Journal(path, dict)
+    number = len(journal.read())
+    while True:
+        journal.append([{"number": number + i, "text": "x" * 5000} for i in range(7)])
+        number += 7
+        done.value += 1
+
+
 def test_killed_in_the_middle_of_writing_it_loses_and_repeats_nothing(tmp_path: Path) -> None:
     path = tmp_path / "numbers.jsonl"
-    for _ in range(4):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
-        )
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-        seen = path.stat().st_size if path.exists() else 0
-        deadline = time.monotonic() + 60
-        while (path.stat().st_size if path.exists() else 0) < seen + 100_000:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
-    journal = Journal(path, dict)
-    numbers = [row["number"] for row in journal.read()]
+    told = sum(killed_after(3, _append_for_ever, path, wait=n / 1000) for n in range(4))
+    numbers = [row["number"] for row in Journal(path, dict).read()]
     assert numbers == list(range(len(numbers)))
-    assert len(numbers) > 50
+    assert len(numbers) >= 7 * told >= 7 * 12

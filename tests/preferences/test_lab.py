@@ -26,14 +26,9 @@ from rlhf_lightning.preferences.candidates import Decoding, LoadedPolicy, Sampli
 from rlhf_lightning.preferences.collection import Lab, LabHparams
 from rlhf_lightning.preferences.judge import JudgeAnnotator
 from rlhf_lightning.preferences.records import Candidate, Label, Pair, read_records
-from rlhf_lightning.preferences.reliability import (
-    describe,
-    flat_metrics,
-    write_collection,
-)
+from rlhf_lightning.preferences.reliability import describe, flat_metrics, write_collection
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.chat_server import prefers_longer, serving
-from tests.builders.runs import make_start
 
 PROMPTS = DemoSource(seed=1).records("prompts", "train")[:30]
 BUDGET = BudgetHparams(
@@ -42,10 +37,9 @@ BUDGET = BudgetHparams(
 
 
 @pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> LoadedPolicy:
-    folder = make_start(tmp_path_factory.mktemp("models") / "start")
-    tokenizer = load_tokenizer(folder)
-    return LoadedPolicy(frozen(load_policy(folder)), tokenizer, [tokenizer.eos_token_id])
+def policy(start: Path) -> LoadedPolicy:
+    tokenizer = load_tokenizer(start)
+    return LoadedPolicy(frozen(load_policy(start)), tokenizer, [tokenizer.eos_token_id])
 
 
 @pytest.fixture

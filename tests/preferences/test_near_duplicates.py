@@ -6,11 +6,7 @@ import random
 
 import pytest
 
-from rlhf_lightning.preferences.pairing import (
-    jaccard,
-    near_duplicates,
-    word_grams,
-)
+from rlhf_lightning.preferences.pairing import jaccard, near_duplicates, word_grams
 
 
 @pytest.mark.parametrize(("threshold", "n"), [(0.2, 1), (0.7, 3)])

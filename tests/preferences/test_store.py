@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import signal
+import multiprocessing
 import sqlite3
-import subprocess
-import sys
 from collections import Counter
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.preferences.annotation.store import (
-    LabelStore,
-    StoreError,
-    Task,
-)
+from rlhf_lightning.preferences.annotation.store import LabelStore, StoreError, Task
 from rlhf_lightning.preferences.records import Choice, Label
 from tests.builders.labels import make_pairs
-
-RATER = Path(__file__).with_name("labelling_process.py")
 
 
 class Clock:
@@ -186,19 +181,40 @@ def test_a_store_holds_its_token_for_its_owner_alone(store):
         assert again.token == store.token
 
 
-def start(store: Path, name: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(RATER), str(store), name]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def rate(path: Path, name: str, told: Connection) -> None:
+    """Label until there is nothing left, and tell of each label that was kept."""
+    with LabelStore(path) as store:
+        while (task := store.next_task(name)) is not None:
+            if store.label(name, task.pair.pair_id, task.shown_first):
+                told.send(task.pair.pair_id)
 
 
-@pytest.mark.timeout(90)
+def start(path: Path, name: str) -> tuple[ForkProcess, Connection]:
+    fork = multiprocessing.get_context("fork")
+    told, tells = fork.Pipe(duplex=False)
+    process = fork.Process(target=rate, args=(path, name, tells), daemon=True)
+    process.start()
+    tells.close()  # or its end would not be seen
+    return process, told
+
+
+def rest_of(told: Connection) -> list[str]:
+    found = []
+    with suppress(EOFError):
+        while True:
+            found.append(told.recv())
+    return found
+
+
 def test_processes_that_label_at_once_never_exceed_the_labels_and_lose_nothing(tmp_path: Path):
     path = tmp_path / "labels.sqlite"
     with LabelStore(path) as store:
         store.add_pairs(make_pairs(60), labels_per_pair=2)
     raters = [start(path, f"rater {n}") for n in range(3)]
-    told = [process.communicate(timeout=80)[0].split() for process in raters]
-    assert [process.returncode for process in raters] == [0, 0, 0]
+    told = [rest_of(connection) for _, connection in raters]
+    for process, _ in raters:
+        process.join(30)
+        assert process.exitcode == 0
     with LabelStore(path) as store:
         labels = list(store.labels())
     assert {(x.annotator, x.pair_id) for x in labels} == {
@@ -207,18 +223,17 @@ def test_processes_that_label_at_once_never_exceed_the_labels_and_lose_nothing(t
     assert max(Counter(x.pair_id for x in labels).values()) == 2
 
 
-@pytest.mark.timeout(90)
 def test_a_killed_process_loses_no_label_that_it_told_of(tmp_path: Path):
     path = tmp_path / "labels.sqlite"
     with LabelStore(path) as store:
         store.add_pairs(make_pairs(500), labels_per_pair=1)
     told: list[str] = []
     for number in (1, 20):
-        process = start(path, "Ann")
-        assert process.stdout is not None
-        told += [process.stdout.readline().strip() for _ in range(number)]
-        process.send_signal(signal.SIGKILL)
-        told += process.communicate()[0].split()
+        process, connection = start(path, "Ann")
+        told += [connection.recv() for _ in range(number)]
+        process.kill()
+        process.join()
+        told += rest_of(connection)
         with LabelStore(path) as store:
             kept = [label.pair_id for label in store.labels()]
         assert set(told) <= set(kept)
