@@ -15,22 +15,14 @@ from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.exact_resume import RandomState
 from rlhf_lightning.callbacks.run_tables import MetricsLog
 from rlhf_lightning.data.datamodules import PromptDataModule
-from rlhf_lightning.data.records import PromptRecord
+from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.runs.folder import RunFolder
-from tests.builders.models import EOS, PAD, prompt_rows, tiny_tokenizer
+from tests.builders.models import EOS, PAD, tiny_tokenizer
+from tests.builders.record_files import TEN_PROMPTS
 from tests.builders.stages import tiny_module, trainer
 
 ITERATIONS = 8
-
-
-class Prompts:
-    def records(self, kind: str, split: str) -> list[PromptRecord]:
-        if split == "validation":
-            return []
-        rows = prompt_rows([3, 7, 1, 5, 8, 2, 4, 6, 9, 2], seed=4)
-        texts = (" ".join(f"w{i}" for i in row) for row in rows)
-        return [PromptRecord(text, domain="ab"[i % 2]) for i, text in enumerate(texts)]
 
 
 def doctor_of(folder: Path, **options: Any) -> Doctor:
@@ -52,7 +44,10 @@ def fit(
     torch.manual_seed(99 if resume else 1)
     module = tiny_module(pad=pad, **changes)
     data = PromptDataModule(
-        Prompts(),
+        GivenRows(
+            [row | {"domain": "ab"[i % 2]} for i, row in enumerate(TEN_PROMPTS)],
+            validation_fraction=0,
+        ),
         tiny_tokenizer(pad_is_eos=pad == EOS),
         batch_size=8,
         num_iterations=ITERATIONS,

@@ -2,11 +2,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import multiprocessing
-import os
-import signal
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError
+from tests.builders.processes import killed_after
 from tests.callbacks.tiny_run import KilledError, TinyModule, run
 
 
@@ -267,26 +265,17 @@ def test_a_new_run_leaves_the_checkpoints_of_another_alone(tmp_path):
     assert current_iteration(trainer) == 2
 
 
-def _save_for_ever(path: Path, done: object) -> None:
+def _save_for_ever(path: Path, done: Any) -> None:
     for n in itertools.count(1):
         weights = torch.full((1_000_000,), float(n))
         AtomicCheckpointIO().save_checkpoint({"n": n, "weights": weights}, path)
-        done.value = n  # type: ignore[attr-defined]
+        done.value = n
 
 
 def test_a_checkpoint_killed_while_it_is_written_leaves_the_old_or_the_new(tmp_path):
-    fork = multiprocessing.get_context("fork")  # to import nothing again
     for wait in (0.0, 0.002, 0.004):
         path = tmp_path / f"{wait}.ckpt"
-        done = fork.Value("q", 0)
-        writer = fork.Process(target=_save_for_ever, args=(path, done), daemon=True)
-        writer.start()
-        while done.value < 4:
-            time.sleep(0.001)
-        time.sleep(wait)
-        assert writer.pid is not None
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
+        saved = killed_after(4, _save_for_ever, path, wait=wait)
         found = torch.load(path)
-        assert found["n"] >= done.value
+        assert found["n"] >= saved
         assert torch.equal(found["weights"], torch.full((1_000_000,), float(found["n"])))

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 
 from rich.console import Console
 
 from rlhf_lightning.callbacks.console import ProgressBar, print_start, print_verdict
-from rlhf_lightning.runs.folder import RunFolder, SamplesAppender, read_samples
-from rlhf_lightning.runs.summary import GateResult, Summary, read_summary
+from rlhf_lightning.runs.folder import SamplesAppender, read_samples
+from rlhf_lightning.runs.summary import GateResult, read_summary
 from tests.builders.run_folders import fake_ppo_run
 from tests.callbacks.tiny_run import run
 
@@ -59,35 +60,20 @@ def test_the_last_screen_says_what_was_learnt_and_where_it_is(tmp_path):
     assert str(folder.report) not in text, "there is no report, so none is promised"
 
 
-def test_an_escape_sequence_in_a_response_does_not_reach_the_terminal(tmp_path):
-    folder = fake_ppo_run(tmp_path / "run", 3)
-    row = {"prompt": "a", "response": "\x1b[2Jgone", "baseline_response": "b\x9b2J"}
+def test_text_of_others_neither_steers_the_terminal_nor_is_left_out(tmp_path):
+    folder = fake_ppo_run(tmp_path / "a[b]c", 3)
+    long = "\x1b[2Jgone" + "\u5929" * 400  # without a space at which to cut it
+    row = {"prompt": "[bold]x[/bold] [/y]", "response": long, "baseline_response": "b\x9b2J"}
     SamplesAppender(folder.samples).append(4, [row])
-    out = io.StringIO()
-    print_verdict(read_summary(folder), folder, console=Console(file=out, width=200))
-    assert "\u241b[2Jgone" in out.getvalue()
-    assert not re.search("[\x1b\x9b]", out.getvalue())
-
-
-def test_a_long_response_without_a_space_is_cut_and_not_left_out(tmp_path):
-    folder = fake_ppo_run(tmp_path / "run", 3)
-    row = {"prompt": "a", "response": "\u5929" * 400, "baseline_response": "b"}
-    SamplesAppender(folder.samples).append(4, [row])
-    out = io.StringIO()
-    print_verdict(read_summary(folder), folder, console=Console(file=out, width=200))
-    assert 250 < out.getvalue().count("\u5929") < 400
-
-
-def test_text_that_looks_like_markup_is_printed_as_it_is(tmp_path):
-    out = io.StringIO()
-    console = Console(file=out, width=120)
-    settings = {"prompt": "[bold]x[/bold] [/nonsense]", "kl_coef": 0.05}
-    print_start("ppo", RunFolder(tmp_path / "a[b]c"), settings, console=console)
     gate = GateResult("[/x]", 1.0, 2.0, False, "[/y]")
-    print_verdict(
-        Summary("ppo", "completed", 1, gates=(gate,)), RunFolder(tmp_path), console=console
-    )
-    text = out.getvalue().replace("\n", "")
-    assert "[bold]x[/bold] [/nonsense]" in text
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    print_start("ppo", folder, {"prompt": "[bold]z[/bold]", "kl_coef": 0.05}, console=console)
+    print_verdict(replace(read_summary(folder), gates=(gate,)), folder, console=console)
+    text = out.getvalue()
+    assert "\u241b[2Jgone" in text
+    assert not re.search("[\x1b\x9b]", text)
+    assert 250 < text.count("\u5929") < 400
     assert "a[b]c" in re.sub(r"[│\s]", "", text)
-    assert "gate [/x]" in text
+    for part in ("[bold]x[/bold] [/y]", "[bold]z[/bold]", "gate [/x]"):
+        assert part in text

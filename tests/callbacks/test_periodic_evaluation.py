@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from rlhf_lightning.runs.folder import read_metrics
-from tests.builders.runs import completed, make_start
+from tests.builders.runs import completed
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.thorough
-def test_an_evaluation_during_training_is_logged_and_changes_no_rollout(tmp_path: Path) -> None:
-    start = make_start(tmp_path / "models" / "start")
+def test_an_evaluation_during_training_is_logged_and_changes_no_rollout(tmp_path, start):
     alone = "artifacts.reward=null"  # the score is a function
     every = ["evaluation.every_n_iterations=2", "evaluation.during_training=6"]
     with_it = completed(tmp_path / "with", "ppo", start, alone, *every)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -19,6 +17,7 @@ from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.wandb_logger import IterationWandbLogger, WandbContent, wandb_logger
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from tests import offline_wandb
+from tests.builders.processes import run_python
 from tests.callbacks.tiny_run import KilledError, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,14 +64,7 @@ def test_the_id_stays_with_the_folder_and_a_sweep_agent_names_its_own(tmp_path, 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_tensorboard_has_every_point_of_a_run_that_was_killed_with_sigkill_and_resumed(tmp_path):
-    done = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python(__file__, tmp_path, folder=ROOT, PYTHONPATH=str(ROOT))
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
     in_tensorboard(tmp_path, resume=True)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -116,5 +108,4 @@ class Kill(Callback):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     in_tensorboard(Path(sys.argv[1]), callbacks=[Kill()])
