@@ -65,11 +65,8 @@ def test_what_was_not_measured_fails_unless_it_is_optional():
     ("gate", "problem"),
     [
         ({"metric": "val/x"}, "exactly one of"),
-        ({"at_least": 1}, "needs metric"),
         ({"metric": "val/x", "at_least": float("nan")}, "finite numbers"),
-        ({"metric": "val/x", "above": 3}, "name of a metric"),
         ({"metric": "val/x", "atleast": 3}, "unknown key atleast"),
-        (None, "must be a group"),
     ],
 )
 def test_a_gate_that_is_none_is_refused(gate, problem):
@@ -92,22 +89,15 @@ def test_the_cause_of_a_low_accuracy_follows_the_evidence(metrics, cause):
     assert cause in result.reason
 
 
-WINS = {"metric": "val/gold_win_rate", "at_least": 0.75}
-WINS_LOW = {"metric": "val/gold_win_rate_low", "at_least": 0.7}
-NEAR = {"metric": "val/kl_per_token", "at_most": 0.5}
-REFUSES = {"metric": "val/refusal_rate_change", "at_least": -0.05}
-
-
 @pytest.mark.parametrize(
     ("gate", "metrics", "attempt"),
     [
-        (NEAR, {"kl_per_token": 1.2}, "a larger weight of the KL penalty"),
-        (WINS, {"gold_win_rate": 0.4, "score_win_rate": 0.9}, "pairs of this policy's responses"),
+        ({"metric": "val/gold_win_rate", "at_least": 0.75},
+         {"gold_win_rate": 0.4, "score_win_rate": 0.9}, "pairs of this policy's responses"),
         # the lower end of the interval is no win rate
-        (WINS_LOW, {"gold_win_rate": 0.74, "gold_win_rate_low": 0.64, "score_win_rate": 0.8},
+        ({"metric": "val/gold_win_rate_low", "at_least": 0.7},
+         {"gold_win_rate": 0.74, "gold_win_rate_low": 0.64, "score_win_rate": 0.8},
          "a larger evaluation.num_prompts"),
-        (REFUSES, {"refusal_rate_change": -0.3}, "the reward model's accuracy on harmful prompts"),
-        (WINS, {}, "evaluation.gold"),
     ],
 )  # fmt: skip
 def test_a_gate_that_failed_says_what_to_try(gate, metrics, attempt):

@@ -11,12 +11,7 @@ from rlhf_lightning.data.demo.answers import sample_response
 from rlhf_lightning.data.demo.gold import gold_parts
 from rlhf_lightning.data.demo.source import DEMONSTRATION_QUALITY, DemoSource
 from rlhf_lightning.evaluation.gates import check_gates
-from rlhf_lightning.evaluation.safety import (
-    ATTACKS,
-    PhraseRefusals,
-    SafetyCheck,
-    required_measures,
-)
+from rlhf_lightning.evaluation.safety import ATTACKS, PhraseRefusals, SafetyCheck, required_measures
 from rlhf_lightning.functional.statistics import wilson_interval
 from tests.builders.metrics import is_known
 from tests.evaluation.spoken import answers

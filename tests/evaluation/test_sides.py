@@ -10,10 +10,7 @@ import pytest
 
 from rlhf_lightning.evaluation.generate import side_by_side
 from rlhf_lightning.evaluation.metrics import measure_sides, wins
-from rlhf_lightning.evaluation.win_rate import (
-    mean_over_prompts,
-    share_over_prompts,
-)
+from rlhf_lightning.evaluation.win_rate import mean_over_prompts, share_over_prompts
 from rlhf_lightning.functional.statistics import wilson_interval
 from tests.evaluation.spoken import answers, part
 
