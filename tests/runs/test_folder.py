@@ -1,13 +1,10 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +16,7 @@ from rlhf_lightning.runs.folder import (
     read_samples,
     to_json,
 )
+from tests.builders.processes import killed_after
 
 
 def test_a_metric_that_appears_later_gets_a_column_and_leaves_older_cells_empty(tmp_path):
@@ -86,34 +84,18 @@ def test_json_is_strict_and_takes_numbers_of_numpy_and_torch():
     assert json.loads(to_json(value)) == {"a": 0.5, "b": 2, "c": [None, [1, None]], "4": "x"}
 
 
-WRITER = """
-import sys
-from rlhf_lightning.runs.folder import MetricsAppender
-appender, n = MetricsAppender(sys.argv[1]), 0
-while True:
-    n += 1
-    appender.append(n, {"same": n / 7, f"column {n % 40}": float(n)})
-    print(n, flush=True)
-"""
+def _widen_for_ever(path: Path, done: Any) -> None:
+    appender = MetricsAppender(path)
+    for n in itertools.count(1):
+        appender.append(n, {"same": n / 7, f"column {n % 40}": float(n)})
+        done.value = n
 
 
 def test_rows_survive_a_kill_even_while_the_table_is_being_widened(tmp_path):
     for wait in (0.0, 0.003):
         path = tmp_path / f"{wait}.csv"
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        assert writer.stdout is not None
-        for _ in range(12):
-            seen = int(writer.stdout.readline())
-        time.sleep(wait)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
-        seen = max([seen, *map(int, writer.stdout.read().split())])
+        written = killed_after(12, _widen_for_ever, path, wait=wait)
         rows = read_metrics(path)
-        assert len(rows) >= seen >= 12
+        assert len(rows) >= written >= 12
         assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
         assert all(row["same"] == row["iteration"] / 7 for row in rows)

@@ -9,11 +9,7 @@ from huggingface_hub import constants
 from rlhf_lightning import SFTModule
 from rlhf_lightning.data.sources.base import HubSource
 from rlhf_lightning.models.loading import loading_options
-from rlhf_lightning.runs.hub import (
-    check_on_hub,
-    hub_snapshot,
-    unreachable_hub,
-)
+from rlhf_lightning.runs.hub import check_on_hub, hub_snapshot, unreachable_hub
 
 
 @pytest.fixture

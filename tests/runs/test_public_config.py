@@ -2,25 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.runs.public_config import (
-    REMOVED,
-    name_secrets,
-    public_config,
-    public_words,
-    without_folders,
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
-        ("/home/me/models/sft", ".../sft"),
-        ("/home/me/rewards.py:score", ".../rewards.py:score"),
-        ("HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-135M"),
-    ],
-)
-def test_of_a_path_its_last_part_stays_and_other_texts_stay_whole(text, kept):
-    assert without_folders(text) == kept
+from rlhf_lightning.runs.public_config import REMOVED, name_secrets, public_config, public_words
 
 
 def test_folders_secrets_and_who_is_told_are_left_out():
@@ -52,6 +34,8 @@ def test_folders_secrets_and_who_is_told_are_left_out():
         ("scorer.headers.X=abc", f"scorer.headers.X={REMOVED}"),
         ("scorer.url=http://me:pw@host/v1", "scorer.url=http://host/v1"),
         ("data.also=[/home/me/a,/home/me/b]", "data.also=[.../a,.../b]"),
+        ("scorer.function=/home/me/rewards.py:score", "scorer.function=.../rewards.py:score"),
+        ("model.source=HuggingFaceTB/SmolLM2-135M", "model.source=HuggingFaceTB/SmolLM2-135M"),
         ("+experiment=ppo", "+experiment=ppo"),
     ],
 )

@@ -1,21 +1,19 @@
 from __future__ import annotations
 
+import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import (
     GateResult,
+    Summary,
     new_summary,
     read_summary,
     write_summary,
 )
+from tests.builders.processes import killed_after
 
 KEYS = {
     "stage", "status", "seed", "metrics", "gates", "seconds", "versions", "git_commit",
@@ -43,35 +41,17 @@ def test_a_summary_is_read_back_as_written_with_the_promised_keys(tmp_path):
     assert {"python", "torch"} <= set(content["versions"])
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.summary import Summary, write_summary
-n = 0
-while True:
-    n += 1
-    metrics = {f"value {i}": float(n) for i in range(5000)}
-    write_summary(RunFolder(Path(sys.argv[1])), Summary("ppo", "running", n, metrics=metrics))
-    print(n, flush=True)
-"""
+def _write_for_ever(folder: RunFolder, done: Any) -> None:
+    for n in itertools.count(1):
+        metrics = {f"value {i}": float(n) for i in range(5000)}
+        write_summary(folder, Summary("ppo", "running", n, metrics=metrics))
+        done.value = n
 
 
 def test_a_summary_killed_while_it_is_written_is_the_old_or_the_new(tmp_path):
     for wait in (0.0, 0.004):
         folder = RunFolder(tmp_path / str(wait))
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(folder.path)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        assert writer.stdout is not None
-        for _ in range(5):
-            seen = int(writer.stdout.readline())
-        time.sleep(wait)
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        seen = killed_after(5, _write_for_ever, folder, wait=wait)
         found = read_summary(folder)
         assert found.seed is not None
         assert found.seed >= seen
