@@ -11,10 +11,7 @@ from rlhf_lightning.app.build import check_devices
 from rlhf_lightning.app.command_line import ended_in_one_line
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.evaluate import run as evaluate
-from rlhf_lightning.app.failures import (
-    STOPPED,
-    exit_with,
-)
+from rlhf_lightning.app.failures import STOPPED, exit_with
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import read_summary

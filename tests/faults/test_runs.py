@@ -31,18 +31,6 @@ def reward_file(folder: Path, body: str) -> str:
     return f"scorer.function={file}:score"
 
 
-@pytest.mark.thorough
-def test_a_reward_function_that_fails_ends_the_run_and_is_named(start, tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    cause = "reward function my_reward.py:score raised KeyError: 'nothing'; it was called"
-    with pytest.raises(RuntimeError, match=cause):
-        ppo(folder.path, start, reward_file(tmp_path, "return {}['nothing']"))
-    summary = read_summary(folder)
-    assert summary.status == "failed"
-    assert str(summary.cause).startswith(cause)
-    assert "reward function my_reward.py:score" in folder.report.read_text()
-
-
 def test_a_run_that_stops_at_its_limit_says_so_in_its_summary(start, tmp_path):
     folder = RunFolder(tmp_path / "run")
     broken = "return [1e30 * (i + 1) for i, _ in enumerate(prompts)]"  # its square is no float
@@ -59,6 +47,7 @@ def test_a_run_that_stops_at_its_limit_says_so_in_its_summary(start, tmp_path):
     assert str(summary.cause).startswith("iteration 2: ")
     saved = folder.faults / "iteration=000002"
     assert str(saved) in str(summary.cause)
+    assert saved.name in folder.report.read_text()
     rows = [json.loads(line) for line in (saved / "rank_0.jsonl").read_text().splitlines()]
     assert [row["scores"] for row in rows] == [pytest.approx(1e30 * n) for n in (1, 2, 3, 4)]
     (row,) = read_metrics(folder.metrics)
@@ -69,11 +58,6 @@ def test_a_run_that_stops_at_its_limit_says_so_in_its_summary(start, tmp_path):
 @pytest.mark.parametrize(
     ("stage", "overrides", "message"),
     [
-        (
-            "ppo",
-            ["artifacts.reward=null", "module.sampling.max_new_tokens=65"],
-            "data.max_prompt_length=64 + module.sampling.max_new_tokens=65 = 129",
-        ),
         (
             "ppo",
             ["artifacts.reward=null", "evaluation.max_new_tokens=100"],
