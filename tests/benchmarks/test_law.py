@@ -8,13 +8,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from benchmarks.studies.law import (
-    Law,
-    Point,
-    fit_law,
-    left_out,
-    over_sizes,
-)
+from benchmarks.studies.law import Law, Point, fit_law, left_out, over_sizes
 
 DISTANCES = np.linspace(0, 6, 25)
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.public_sets import (
-    REPEATED,
-    SAME,
-    read_pandalm,
-)
+from benchmarks.public_sets import REPEATED, SAME, read_pandalm
 
 
 def row(first: object, second: object, *votes: int, given: str = "") -> dict:

@@ -11,13 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.studies.sick.continued import SAVING, study_settings
-from benchmarks.studies.sick.diseases import BASE, DISEASES
-from benchmarks.studies.sick.run import (
-    fired,
-    make_artifacts,
-    run_one,
-)
+from benchmarks.studies.sick.diseases import DISEASES
+from benchmarks.studies.sick.run import fired, make_artifacts, run_one
 
 # Not among those on which the thresholds were set.
 SEED = 11
@@ -54,12 +49,3 @@ def test_a_disease_is_noticed_in_time(name: str, artifacts: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_no_detector_fires_on_a_healthy_run(artifacts: Path) -> None:
     assert fired(run_one("healthy", HEALTHY_SEED, artifacts)) == {}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", DISEASES)
-def test_every_disease_is_built_from_its_settings(name: str) -> None:
-    models = ("artifacts.sft=sft", "artifacts.reward=reward")
-    settings = study_settings([*BASE, *models, *DISEASES[name].overrides, *SAVING])
-    for group in (settings.scorer, settings.rollout, settings.doctor.second_scorer):
-        group.read()

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.studies.trade_off import (
-    Measured,
-    difference,
-    gain_at,
-    mean_gain,
-    over_seeds,
-)
+from benchmarks.studies.trade_off import Measured, difference, gain_at, mean_gain, over_seeds
 
 CURVE = [Measured(0.3, 0.9, 0.03), Measured(0.1, 0.6, 0.01), Measured(0.2, 0.8, 0.02)]
 

@@ -30,12 +30,7 @@ from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.modules.placement import move_models
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from tests.builders.mirror import on_mirror, recorded, trainer_options
-from tests.builders.models import (
-    prompt_batch,
-    prompt_rows,
-    tiny_policy,
-    tiny_scalar_model,
-)
+from tests.builders.models import prompt_batch, prompt_rows, tiny_policy, tiny_scalar_model
 from tests.builders.record_files import write_material
 from tests.builders.stages import (
     LENGTHS,

@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.app.report import run
-from rlhf_lightning.reports.compare import (
-    curves_of,
-    read_runs,
-    render_comparison,
-    write_comparison,
-)
+from rlhf_lightning.reports.compare import curves_of, read_runs, render_comparison, write_comparison
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.builders.run_folders import fake_ppo_run, fake_reward_run
