@@ -136,6 +136,7 @@ _ALL = (
         "most_common",
         readings.recent,
         bounds("duplicates", 0.3, 0.5, gt=0, le=1),
+        missing="one prompt an iteration",
         action=interventions.DIVERSIFY,
         serious=True,
     ),

@@ -49,22 +49,26 @@ def response_metrics(
     """Return the metrics of one iteration by name; unavailable ones are left out.
 
     `length_correlation`: of score and length, each less its domain's mean. `most_common`: share of
-    the most frequent response. `clipped`: share of scores at `score_clip` or beyond. `sampler_bias`
-    and its standard error `sampler_error`: mean over tokens of surprise less entropy, in nats,
-    whose expectation is 0 exactly if the tokens were drawn from that distribution. `refusal_rate`:
-    share of the responses to harmful prompts; `harmful_prompts` is the number of these prompts,
-    however many responses each has. With a second scorer `second_score`, `second_std` and
-    `second_correlation`. `domain_score/<domain>`: by the score, or by the `second_scorer` if there
-    is one, in the iterations in which it ran.
+    the most frequent response, where copies to one prompt alone are one. `clipped`: share of scores
+    at `score_clip` or beyond. `sampler_bias` and its standard error `sampler_error`: mean over
+    tokens of surprise less entropy, in nats, whose expectation is 0 exactly if the tokens were
+    drawn from that distribution. `refusal_rate`: share of the responses to harmful prompts;
+    `harmful_prompts` is the number of these prompts, however many responses each has. With a second
+    scorer `second_score`, `second_std` and `second_correlation`. `domain_score/<domain>`: by the
+    score, or by the `second_scorer` if there is one, in the iterations in which it ran.
     """
     rows = sorted(records, key=lambda record: record.row_id)
-    count = len(rows)
     tokens = sum(row.length for row in rows)
     found = {
-        "most_common": max(Counter(row.tokens for row in rows).values()) / count,
         "sampler_bias": math.fsum(row.surplus for row in rows) / max(tokens, 1),
         "sampler_error": math.sqrt(math.fsum(row.surplus_squares for row in rows)) / max(tokens, 1),
     }
+    prompts: Mapping[tuple[int, ...], set[int]] = defaultdict(set)
+    for row in rows:
+        prompts[row.tokens].add(row.group_id)
+    if len({row.group_id for row in rows}) > 1:
+        common = Counter(row.tokens for row in rows if len(prompts[row.tokens]) > 1)
+        found["most_common"] = max(common.values(), default=1) / len(rows)
     known = [row for row in rows if not math.isnan(row.score)]
     by_length = known and correlation(
         centred([(row.domain, row.score) for row in known]),

@@ -31,6 +31,14 @@ def test_the_most_common_answer_is_counted() -> None:
     assert response_metrics(rows, score_clip=None)["most_common"] == pytest.approx(6 / 8)
 
 
+def test_one_answer_to_all_copies_of_a_prompt_is_not_one_to_many_prompts() -> None:
+    settled = [answer(i, group_id=i // 4, tokens=(i // 4, 8)) for i in range(8)]
+    assert response_metrics(settled, score_clip=None)["most_common"] == 1 / 8
+    alike = [*settled[:6], *(replace(row, tokens=(0, 8)) for row in settled[6:])]
+    assert response_metrics(alike, score_clip=None)["most_common"] == 6 / 8
+    assert "most_common" not in response_metrics(settled[:4], score_clip=None)
+
+
 def test_domains_are_judged_by_the_second_scorer_alone_where_there_is_one() -> None:
     rows = [answer(i, domain="ab"[i % 2], score=7.0) for i in range(6)]
     by_score = response_metrics(rows, score_clip=None)
