@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import mkdtemp
 from urllib.parse import urlencode, urlsplit
 
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.records import Label, Pair, write_records
+from tests.builders.processes import ForkedPython
 
 PAIR = re.compile(r'name="pair" value="(\w+)"')
 
@@ -25,7 +27,8 @@ class Server:
 
     url: str
     store: Path
-    process: subprocess.Popen[str]
+    process: ForkedPython
+    output: Path
 
     @property
     def port(self) -> int:
@@ -38,8 +41,14 @@ class Server:
             return list(store.labels())
 
     def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+        os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(10)
+
+    def stop(self) -> str:
+        """Stop it as Control-C does; return what it said."""
+        os.kill(self.process.pid, signal.SIGINT)
+        assert self.process.wait(30) == 0
+        return self.output.read_text()
 
 
 @contextmanager
@@ -48,27 +57,26 @@ def serving(
 ) -> Iterator[Server]:
     """Run the page on the store in `folder`, with these pairs added."""
     store = folder / "labels.sqlite"
-    command = [sys.executable, "-m", "rlhf_lightning.annotate", f"store={store}"]
+    command = ["-m", "rlhf_lightning.annotate", f"store={store}"]
     if pairs:
         file = folder / "pairs.jsonl"
         write_records(file, pairs)
         command.append(f"file={file}")
     command += [f"page.port={port}", *settings]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    output = Path(mkdtemp(dir=folder)) / "output"
+    process = ForkedPython(command, Path.cwd(), os.environ, output)
     try:
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("http://"):
-                break
-        else:
-            raise AssertionError(f"ended with {process.wait(10)}: {said}")
-        yield Server(line.strip(), store, process)
+        address = None
+        while address is None:
+            said = output.read_text() if output.exists() else ""
+            assert process.poll() is None, said
+            address = re.search(r"^(http://.+)\n", said, re.M)
+            time.sleep(0.01)
+        yield Server(address[1], store, process, output)
     finally:
-        process.kill()
-        process.wait(10)
-        process.stdout.close()
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(10)
 
 
 @dataclass
