@@ -45,7 +45,7 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
     Raises:
         FileNotFoundError: if a folder has no summary.
     """
-    configs = [dict(_leaves(saved_config(folder))) for folder in folders]
+    configs = _told_apart(folders)
     keys = list(dict.fromkeys(key for config in configs for key in config))
     shown = [{key: config.get(key, "not set") for key in keys} for config in configs]
     different = [key for key in keys if len({config[key] for config in shown}) > 1]
@@ -187,6 +187,25 @@ def _line(label: str, runs: Sequence[Mapping[float, float]]) -> Series:
     if len(runs) == 1:
         return Series(label, means)
     return Series(label, means, "marks", [(min(of), max(of)) for of in values])
+
+
+def _told_apart(folders: Sequence[RunFolder]) -> list[dict[str, str]]:
+    """Return the settings of each run as text by dotted key; those that differ have other texts.
+
+    Of a folder only the last part is shown: several with the same one are numbered.
+    """
+    configs = [dict(_leaves(saved_config(folder))) for folder in folders]
+    whole = [dict(_leaves(saved_config(folder, public=False))) for folder in folders]
+    values: dict[tuple[str, str], list[str | None]] = {}
+    for config, own in zip(configs, whole, strict=True):
+        for key, text in config.items():
+            if own.get(key) not in (known := values.setdefault((key, text), [])):
+                known.append(own.get(key))
+    for config, own in zip(configs, whole, strict=True):
+        for key, text in config.items():
+            if len(known := values[key, text]) > 1:
+                config[key] = f"{text} ({known.index(own.get(key)) + 1})"
+    return configs
 
 
 def _named(settings: Iterable[tuple[str, str]]) -> str:

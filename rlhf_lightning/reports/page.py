@@ -273,10 +273,12 @@ def _settings(summary: Summary | None, folder: RunFolder) -> str:
     return render("settings.html", facts=facts, words=words, whole=whole)
 
 
-def saved_config(folder: RunFolder) -> dict[str, Any]:
-    """Return the configuration of a run without its secrets; {} where it cannot be read."""
+def saved_config(folder: RunFolder, *, public: bool = True) -> dict[str, Any]:
+    """Return the configuration of a run, without its secrets if public; {} if unreadable."""
     content = _saved(folder.config)
-    return public_config(content, content) if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    return public_config(content, content) if public else content
 
 
 def _saved(file: Path) -> Any:

@@ -87,3 +87,17 @@ def test_runs_of_one_name_are_a_line_each_and_no_seeds_of_one(tmp_path):
     one, other = read_runs(folders)
     assert (one.label, other.label) == ("ppo (first/ppo)", "ppo (second/ppo)")
     assert all(len(figure.legends) == 2 for figure in curves_of([one, other]))
+
+
+def test_runs_on_models_in_folders_of_one_name_are_no_seeds_of_one(tmp_path):
+    folders = [fake_ppo_run(tmp_path / str(i), 8) for i in range(4)]
+    for number, folder in enumerate(folders):
+        model = f"/home/me/{'first' if number < 2 else 'second'}/export"
+        folder.config.write_text(f"seed: {number % 2}\nartifacts: {{reward: {model}}}\n")
+    runs = read_runs(folders)
+    shown = [run.settings["artifacts.reward"] for run in runs]
+    assert shown == [".../export (1)"] * 2 + [".../export (2)"] * 2
+    assert {run.settings["seed"] for run in runs} == {"0", "1"}
+    for figure in curves_of(runs):
+        assert [name.partition(", ")[2] for name in figure.legends] == ["2 seeds"] * 2
+    assert "/home/me" not in render_comparison(folders)
