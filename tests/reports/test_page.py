@@ -138,3 +138,18 @@ def test_a_run_that_has_only_begun_has_a_report_too(tmp_path):
     folder.summary.unlink()
     MetricsAppender(folder.metrics).append(2, {"rollout/score": 0.5})
     assert "Curves" in Outline(render_report(folder)).text
+
+
+@pytest.mark.parametrize("iteration", [5, 0])  # of the policy; 0 says: against any baseline
+def test_scores_against_another_baseline_than_the_start_are_not_drawn_over_its_kl(
+    tmp_path, iteration
+):
+    folder = fake_ppo_run(tmp_path, 5)
+    summary = read_summary(folder)
+    metrics = {**summary.metrics, "val/kl_per_response": 9.0}
+    write_summary(folder, replace(summary, metrics=metrics))
+    values = {"held_out": "answers", "score": [1.0], "length": [3]}
+    SamplesAppender(folder.distributions).append(iteration, [values])
+    section = render_report(folder).partition("Over-optimisation")[2].partition("</section>")[0]
+    assert "score, training" in section
+    assert ("score, held-out" in section) == bool(iteration)
