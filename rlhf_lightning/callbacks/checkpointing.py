@@ -178,6 +178,10 @@ class IterationCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             self._drop_after(start)
 
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Number the iteration for loggers."""
+        iterations.number_for_loggers(trainer)
+
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save, unless a validation belongs to this iteration: then wait for it.
 

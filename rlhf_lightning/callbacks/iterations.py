@@ -89,6 +89,15 @@ def reopen_epoch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         progress["is_last_batch"] = False
 
 
+def number_for_loggers(trainer: Trainer) -> None:
+    """Let loggers have the number of this iteration, in `on_train_batch_start`.
+
+    After a checkpoint that was written in a validation Lightning is one behind for ever, unless the
+    run that continues it validates there, too: one of another length need not.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = current_iteration(trainer) - 1
+
+
 def validates(trainer: Trainer) -> bool:
     """Return whether Lightning validates at all, now that training begins.
 

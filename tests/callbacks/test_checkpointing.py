@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from rlhf_lightning.callbacks.checkpointing import AtomicCheckpointIO, PatientStopping
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -263,6 +264,25 @@ def test_a_new_run_leaves_the_checkpoints_of_another_alone(tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     trainer, _ = run(tmp_path, num_iterations=2, resume=True)
     assert current_iteration(trainer) == 2
+
+
+class Steps(DummyLogger):
+    """Keeps the step of each row of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Any] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.steps += [step] * ("ppo/loss" in metrics)
+
+
+def test_loggers_count_on_where_a_resumed_run_validates_at_other_iterations(tmp_path):
+    with pytest.raises(KilledError):
+        run(tmp_path, die_at=("train", 4), validate_every=2)
+    logger = Steps()
+    run(tmp_path, validate_every=3, resume=True, logger=logger)
+    assert logger.steps == [2, 3, 4, 5, 6, 7]  # of iterations 3 to 8
 
 
 def _save_for_ever(path: Path, done: Any) -> None:
