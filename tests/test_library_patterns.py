@@ -114,6 +114,18 @@ def test_an_evaluation_of_a_second_run_is_one_of_that_run(material, tmp_path):
         fit_in(tmp_path / "other", module, loader, callbacks=evaluation)
 
 
+def test_what_was_measured_before_the_end_is_no_final_figure(material, tmp_path):
+    evaluation = PeriodicEvaluation(every_n_iterations=2, num_prompts=4)
+    module, folder = ppo(material), RunFolder(tmp_path)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+    run = arguments(folder.path, max_iterations=3, callbacks=evaluation)
+    L.Trainer(**run).fit(module, data)
+    assert "val/score" in read_metrics(folder.metrics)[1]
+    summary = read_summary(folder)
+    assert not [name for name in summary.metrics if name.startswith("val/")]
+    assert verdict(summary).tone == "neutral"
+
+
 def test_hyper_parameters_that_no_checkpoint_holds_are_refused_before_training(material, tmp_path):
     class Own(SFTModule):
         def __init__(self, **given: Any) -> None:

@@ -185,7 +185,9 @@ class RunRecord(Callback):
         callbacks: list[Any] = cast(Any, trainer).callbacks
         best = next((c.ended_with for c in callbacks if isinstance(c, IterationCheckpoint)), None)
         last: dict[str, float] = {}
-        for row in read_metrics(self.folder.metrics):
+        rows = read_metrics(self.folder.metrics)
+        # An evaluation every few iterations is one of the end only if it was made there.
+        for row in rows[-1:] if getattr(trainer.lightning_module, "rolls_out", False) else rows:
             if best is None or row[ITERATION] <= best:
                 last |= {k: v for k, v in row.items() if k.startswith("val/")}
         # metrics.csv leaves a cell empty that is not finite: the one before it is not the last.
