@@ -220,6 +220,23 @@ def test_a_trainer_that_fits_a_second_time_leaves_the_run_as_it_is(material, tmp
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "completed"
 
 
+def test_a_checkpoint_of_another_run_opens_no_folder_that_is_taken(material, whole, tmp_path):
+    checkpoint = (whole[1] / "checkpoints/last.ckpt").resolve()
+
+    def fork() -> None:
+        module = ppo(material)
+        trainer = L.Trainer(**arguments(tmp_path / "fork", max_iterations=ITERATIONS + 1))
+        data = prompts(material, module)
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+
+    fork()
+    assert [row["iteration"] for row in rows(tmp_path / "fork")] == [str(ITERATIONS + 1)]
+    before = (tmp_path / "fork/summary.json").read_text()
+    with pytest.raises(FileExistsError, match="another folder"):
+        fork()
+    assert (tmp_path / "fork/summary.json").read_text() == before
+
+
 @pytest.mark.parametrize(
     "logger",
     [

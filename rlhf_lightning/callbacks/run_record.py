@@ -52,9 +52,10 @@ class RunRecord(Callback):
         self._started = 0.0
         self._resumes = False
 
-    def on_load_checkpoint(self, *_: Any) -> None:
-        """Note that a run is continued."""
-        self._resumes = True
+    def on_load_checkpoint(self, trainer: Trainer, *_: Any) -> None:
+        """Note that the run is continued: a checkpoint of another run only begins a new one."""
+        places = Path(str(trainer.ckpt_path)).resolve().parents
+        self._resumes = self.folder.path.resolve() in places
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Claim the folder, which must be free unless its run is continued.
