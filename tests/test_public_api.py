@@ -237,6 +237,21 @@ def test_a_checkpoint_of_another_run_opens_no_folder_that_is_taken(material, who
     assert (tmp_path / "fork/summary.json").read_text() == before
 
 
+def test_what_a_run_without_a_checkpoint_left_is_on_no_page_of_the_next_one(material, tmp_path):
+    def failing(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        raise ValueError("no score")
+
+    with pytest.raises(RuntimeError, match="the power went"):
+        train(material, tmp_path, callbacks=Stop())
+    assert len(rows(tmp_path)) == 1
+    assert (tmp_path / "doctor.jsonl").exists()
+    module = ppo(material, reward=failing)
+    with pytest.raises(RuntimeError, match="no score"):
+        L.Trainer(**arguments(tmp_path, doctor=False)).fit(module, prompts(material, module))
+    for name in ("metrics.csv", "samples.jsonl", "distributions.jsonl", "doctor.jsonl"):
+        assert not (tmp_path / name).exists(), name
+
+
 @pytest.mark.parametrize(
     "logger",
     [

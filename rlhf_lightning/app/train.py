@@ -64,7 +64,7 @@ from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import claim_run, drop_unused
+from rlhf_lightning.runs.lock import claim_run, drop_leftovers, drop_unused
 from rlhf_lightning.runs.resume import check_checkpoint, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import (
@@ -116,6 +116,8 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     claim = partial(claim_run, folder.path, lambda: check_folder(settings, folder))
     with claim() if first else nullcontext(), computing(settings.model):
         try:
+            if first and not continued:
+                drop_leftovers(folder)
             if first:
                 write_summary(folder, summary)
             return _train(settings, folder, checkpoint, summary, overrides)

@@ -28,7 +28,7 @@ from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs import summary as summaries
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics
-from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run
+from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run, drop_leftovers
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
@@ -86,6 +86,8 @@ class RunRecord(Callback):
         about = about_run(pl_module, getattr(trainer, "datamodule", None))
         self._summary = replace(begun, seconds=spent, about=about)
         if trainer.is_global_zero:
+            if not resumes:
+                drop_leftovers(self.folder)
             write_summary(self.folder, self._summary)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

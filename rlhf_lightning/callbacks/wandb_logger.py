@@ -247,7 +247,9 @@ def wandb_logger(
     id_file = folder.create().wandb / "run_id"
     # An agent of a W&B sweep says itself which run it has begun.
     given = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
-    kept = id_file.read_text("utf-8").strip() if id_file.is_file() else None
+    # Without a checkpoint nothing can be resumed: the id is that of a run that ended before one.
+    resumes = id_file.is_file() and any(folder.checkpoints.glob("*.ckpt"))
+    kept = id_file.read_text("utf-8").strip() if resumes else None
     return IterationWandbLogger(
         id_file,
         project=project or os.environ.get("WANDB_PROJECT") or PROJECT,

@@ -142,6 +142,17 @@ def check_free(
         raise FolderTakenError(f"{folder.path} holds {found[-1]}: {ways} (hydra.run.dir=)")
 
 
+def drop_leftovers(folder: RunFolder) -> None:
+    """Remove what pages show of a run that ended here before its first checkpoint.
+
+    Args:
+        folder: folder that is free, and claimed for a new run.
+    """
+    written = (folder.metrics, folder.samples, folder.distributions, folder.doctor)
+    for file in (*written, folder.report, folder.traceback):
+        file.unlink(missing_ok=True)
+
+
 def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool = False) -> None:
     """Remove a folder that has nothing but Hydra's files and ours, whose run continues in another.
 

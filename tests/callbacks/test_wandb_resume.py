@@ -44,14 +44,20 @@ def test_a_run_that_fails_and_is_resumed_joins_without_a_gap(tmp_path, monkeypat
             assert joined[int(row["iteration"])][name] == pytest.approx(value, rel=1e-12), name
 
 
-def test_the_id_stays_with_the_folder_and_a_sweep_agent_names_its_own(tmp_path, monkeypatch):
+def test_the_id_stays_with_what_can_be_resumed_and_a_sweep_agent_names_its_own(
+    tmp_path, monkeypatch
+):
     def run_id(name: str) -> str:
         logger = wandb_logger(RunFolder(tmp_path / name), mode="offline")
         found = logger.experiment.id
         logger.finish()
         return found
 
+    assert run_id("here") != run_id("here"), "without a checkpoint it is another run"
     first = run_id("here")
+    checkpoints = RunFolder(tmp_path / "here").checkpoints
+    checkpoints.mkdir()
+    (checkpoints / "iteration=000001.ckpt").touch()
     (tmp_path / "here").rename(tmp_path / "there")
     assert run_id("there") == first
     assert run_id("other") != first

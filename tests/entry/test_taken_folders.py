@@ -12,6 +12,7 @@ from rlhf_lightning.app.config.compose import composed
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.app.train import main, run
+from rlhf_lightning.runs.doctor_log import DoctorEvent, write_events
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import (
     FolderTakenError,
@@ -21,7 +22,7 @@ from rlhf_lightning.runs.lock import (
     drop_unused,
     take_run,
 )
-from rlhf_lightning.runs.summary import new_summary, write_summary
+from rlhf_lightning.runs.summary import new_summary, read_summary, write_summary
 from tests.builders.command_lines import environment, overrides_of
 from tests.builders.processes import run_python
 from tests.builders.runs import completed, killed, settings_for
@@ -74,6 +75,17 @@ def test_a_run_that_ended_before_its_first_checkpoint_may_be_begun_anew(tmp_path
     folder.summary.write_text("{")
     with pytest.raises(FolderTakenError, match=r"summary\.json"):
         check_free(folder, "sft")
+
+
+def test_what_the_doctor_said_of_a_run_without_a_checkpoint_is_not_said_of_the_next(
+    start, tmp_path
+):
+    folder = RunFolder(tmp_path / "run").create()
+    write_events(folder.doctor, [DoctorEvent(1, "alert", "kl", "alarm", "it is high")])
+    begun = new_summary("sft", seed=1, config_hash="x")
+    assert write_summary(folder, replace(begun, status="failed")).alerts
+    assert run(settings_for("sft", start), folder, []).status == "completed"
+    assert read_summary(folder).alerts == ()
 
 
 def test_what_a_start_left_before_its_summary_is_taken_again_and_removed_by_name(tmp_path):
