@@ -118,9 +118,8 @@ def test_what_was_measured_before_the_end_is_no_final_figure(material, tmp_path)
     evaluation = PeriodicEvaluation(every_n_iterations=2, num_prompts=4)
     module, folder = ppo(material), RunFolder(tmp_path)
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
-    run = arguments(folder.path, max_iterations=3, callbacks=evaluation)
-    L.Trainer(**run).fit(module, data)
-    assert "val/score" in read_metrics(folder.metrics)[1]
+    fit_in(folder.path, module, data, max_iterations=3, callbacks=evaluation)
+    assert "val/score" in rows(folder.path)[1]
     summary = read_summary(folder)
     assert not [name for name in summary.metrics if name.startswith("val/")]
     assert verdict(summary).tone == "neutral"

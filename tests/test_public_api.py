@@ -225,12 +225,11 @@ def test_a_checkpoint_of_another_run_opens_no_folder_that_is_taken(material, who
 
     def fork() -> None:
         module = ppo(material)
-        trainer = L.Trainer(**arguments(tmp_path / "fork", max_iterations=ITERATIONS + 1))
         data = prompts(material, module)
-        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+        fit_in(tmp_path / "fork", module, data, ckpt_path=str(checkpoint), max_iterations=5)
 
     fork()
-    assert [row["iteration"] for row in rows(tmp_path / "fork")] == [str(ITERATIONS + 1)]
+    assert [row["iteration"] for row in rows(tmp_path / "fork")] == [5]
     before = (tmp_path / "fork/summary.json").read_text()
     with pytest.raises(FileExistsError, match="another folder"):
         fork()
@@ -247,7 +246,7 @@ def test_what_a_run_without_a_checkpoint_left_is_on_no_page_of_the_next_one(mate
     assert (tmp_path / "doctor.jsonl").exists()
     module = ppo(material, reward=failing)
     with pytest.raises(RuntimeError, match="no score"):
-        L.Trainer(**arguments(tmp_path, doctor=False)).fit(module, prompts(material, module))
+        fit_in(tmp_path, module, prompts(material, module), doctor=False)
     for name in ("metrics.csv", "samples.jsonl", "distributions.jsonl", "doctor.jsonl"):
         assert not (tmp_path / name).exists(), name
 

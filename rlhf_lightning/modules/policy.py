@@ -158,9 +158,8 @@ class PolicyModule(RLHFModule):
         start = Start.read(policy, "policy", options)
         cls.check_start(start, **own)
         scorer = as_scorer(reward, name, start.tokenizer, weights)
-        for part in parts_of(scorer):
-            if isinstance(part, RewardAdapterScorer):
-                start.check_adapter("reward", part.source)
+        for part in [one for one in parts_of(scorer) if isinstance(one, RewardAdapterScorer)]:
+            start.check_adapter("reward", part.source)
         onward = start.onward()
         hparams = {**hparams, "sampling": options["sampling"] or SamplingHparams()}
         teacher, teaching = _teacher(cls, start, hparams)
