@@ -17,10 +17,8 @@ class OnlineDPOModule(rlhf.PolicyGradientModule):
 
     def policy_loss(self, micro_batch, counts):  # noqa: ANN001, ANN201
         """Return -log sigmoid(kl_coef * margin), the mean over the prompts of all ranks."""
-        temperature = self.controls.temperature
-        new = response_statistics(self.policy, micro_batch, temperature=temperature).logprobs
-        # All [b, R], 0 off the mask.
-        gains = micro_batch.by_group((new - micro_batch.ref_logprobs).sum(-1))
+        new = response_statistics(self.policy, micro_batch, temperature=self.controls.temperature)
+        gains = micro_batch.by_group((new.logprobs - micro_batch.ref_logprobs).sum(-1))
         rewards = micro_batch.by_group(micro_batch.rewards.sum(-1))  # [prompts, responses]
         scored = micro_batch.by_group(micro_batch.scored)
         best = rewards.where(scored, -torch.inf).argmax(1, keepdim=True)
@@ -28,7 +26,7 @@ class OnlineDPOModule(rlhf.PolicyGradientModule):
         margins = (gains.gather(1, best) - gains.gather(1, worst))[best != worst]  # a tie: no pair
         losses = -torch.nn.functional.logsigmoid(self.controls.kl_coef * margins)
         loss = losses.sum() / (counts.num_sequences / micro_batch.group_size)
-        moved = new.detach() - micro_batch.logprobs  # since the rollout, for target_approx_kl
+        moved = new.logprobs.detach() - micro_batch.logprobs  # since the rollout
         approx_kl = (moved.expm1() - moved).sum() / counts.num_tokens
         return loss, {"grpo/policy_loss": loss, "grpo/approx_kl": approx_kl}
 
