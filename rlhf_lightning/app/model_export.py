@@ -288,8 +288,12 @@ def _next_steps(settings: TrainSettings, run: RunFolder, checkpoint: Path, targe
         f"load   {loader}.from_pretrained({str(target)!r})",
     ]
     if settings.spec.trains_policy and not is_adapter:
-        lines.append(f"talk   rlhf-chat {place}")
-        lines.append(f"serve  vllm serve {place}, or transformers serve {place}")
+        installed = "after pip install 'transformers[serving]'"
+        lines += [
+            f"talk   rlhf-chat {place}",
+            f"serve  vllm serve {place}",
+            f"       or transformers serve {place}, {installed}",
+        ]
     elif not is_adapter:
         lines.append(f"train  rlhf-train ppo MODEL FILE --reward-model {place}")
     return "\n".join(lines) + "\n"

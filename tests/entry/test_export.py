@@ -169,7 +169,15 @@ def test_a_configuration_is_data_and_is_checked_before_anything_is_built(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), ("load   AutoModelForCausalLM", "talk   rlhf-chat {to}\n", "vllm serve {to}, ")),
+        (
+            (),
+            (
+                "load   AutoModelForCausalLM",
+                "talk   rlhf-chat {to}\n",
+                "vllm serve {to}\n",
+                "transformers serve {to}, ",
+            ),
+        ),
         (("dtype=bf16",), (" weights in bf16\n",)),
     ],
 )
