@@ -23,6 +23,7 @@ from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import MODELS, Target
 from rlhf_lightning.app.config.inherit import models_of, read_training
 from rlhf_lightning.app.config.targets import nodes
+from rlhf_lightning.callbacks.console import printable
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
@@ -39,7 +40,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
 from rlhf_lightning.runs.metric_catalog import counted
 from rlhf_lightning.text.decode import response_texts
-from rlhf_lightning.text.messages import Messages, Text, visible
+from rlhf_lightning.text.messages import Messages, Text
 from rlhf_lightning.text.tokens import ControlTokens
 
 with suppress(ImportError):  # a Python may be built without it
@@ -196,6 +197,8 @@ class Chat:
         with Live(console=console, transient=True, auto_refresh=False) as live:
 
             def show(text: str) -> None:
+                if not text.strip():  # it has only begun
+                    return
                 table = self._table([*responses, Response(text)], alone=alone)
                 end = console.render_lines(table, pad=False)[-(console.height - 2) :]
                 live.update(SegmentLines(end, new_lines=True), refresh=True)
@@ -206,8 +209,7 @@ class Chat:
         return responses
 
     def _table(self, responses: Sequence[Response], *, alone: bool) -> Shown | Table:
-        # No escape sequence of a response reaches the terminal.
-        cells = [Shown.assemble(visible(one.text), "\n", (one.note, "dim")) for one in responses]
+        cells = [Shown.assemble(printable(one.text), "\n", (one.note, "dim")) for one in responses]
         if alone:
             return cells[0]
         table = Table(box=None, expand=True, padding=(0, 2, 0, 0))

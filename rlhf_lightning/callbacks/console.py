@@ -181,8 +181,14 @@ def _print_answers(folder: RunFolder, console: Console) -> None:
             ("policy", "response", "score"),
         ):
             scored = "" if (value := sample.get(score)) is None else f" {value:.2f}"
-            rows.append((f"{name}{scored}", _one_line(str(sample[key]), _LONGEST_ANSWER)))
+            text = printable(_one_line(str(sample[key]), _LONGEST_ANSWER))
+            rows.append((f"{name}{scored}", text))
         console.print(_grid(rows), Text(""))
+
+
+def printable(text: str) -> Text:
+    """Return a text without escape sequences, which a terminal would obey; an empty one says so."""
+    return Text(visible(text)) if text.strip() else Text("(empty)", "dim")
 
 
 def _one_line(text: str, longest: int) -> str:
@@ -208,5 +214,5 @@ def _grid(rows: Iterable[tuple[str, object]]) -> Table:
     table.add_column(style="dim", overflow="fold", max_width=KEY_WIDTH)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(Text(name), Text(str(value)))
+        table.add_row(Text(name), value if isinstance(value, Text) else Text(str(value)))
     return table
