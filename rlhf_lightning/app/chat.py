@@ -146,6 +146,7 @@ class Chat:
         self.length = settings.max_new_tokens or min(NUM_TOKENS, min(limits) // 2)
         self.messages: Messages = ()
         self.last: tuple[Text, list[Response]] | None = None
+        self.controls = [ControlTokens(side.policy.tokenizer) for side in sides]
         self.turn = -1  # number of the last prompt, of which the noise is a function
 
     def take(self, line: str) -> None:
@@ -157,12 +158,17 @@ class Chat:
             say("a new conversation")
         elif line.startswith("/") and " " not in line:
             say(f"{line} is no command: {HELP}")
+        elif token := self._special(line):
+            say(f"not sent: the model reads {token!r} as a special token: leave it out")
         elif line:
             self.turn += 1
             said = (*self.messages, {"role": "user", "content": line})
             prompt: Text = said if self.has_turns else line
             responses = self._respond(prompt, self.sides, [])
-            self.messages = (*said, _message(responses[0].text))
+            text = responses[0].text
+            for control in self.controls:  # a message that spells control tokens is refused
+                text = control.disarmed(text)
+            self.messages = (*said, _message(text))
             self.last = prompt, responses
 
     def save(self) -> None:
@@ -174,14 +180,15 @@ class Chat:
         if len(responses) == 1:
             responses = self._respond(prompt, self.sides, responses)
             self.last = prompt, responses
-        special = ControlTokens(self.sides[0].policy.tokenizer).spelled_in
-        texts = [one.text for one in responses if one.finished and one.text.strip()]
-        if len(set(texts)) < 2 or special(*texts):
-            say("not saved: equal responses, or one is empty, cut off or has a special token")
+        if fault := self._fault(responses):
+            say(f"not saved: {fault}")
             return
         better = input("Which is better, 1 or 2? Enter saves nothing: ").strip()
         if better not in ("1", "2"):
+            if better:
+                say("not saved: 1 or 2")
             return
+        texts = [one.text for one in responses]
         pair = texts if better == "1" else texts[::-1]
         written = [[_message(text)] for text in pair] if self.has_turns else pair
         row = {"prompt": prompt, "chosen": written[0], "rejected": written[1]}
@@ -189,6 +196,25 @@ class Chat:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self.messages, self.last = (*self.messages[:-1], _message(pair[0])), None
         say(f"saved in {self.settings.save}")
+
+    def _special(self, *texts: str) -> str | None:
+        """Return the first special token of a policy's that a text spells, or None."""
+        found = (control.spelled_in(*texts) for control in self.controls)
+        return next(filter(None, found), None)
+
+    def _fault(self, responses: Sequence[Response]) -> str:
+        """Return why two responses are no preference; "" if they are one."""
+        texts = [one.text for one in responses]
+        empty = [not text.strip() for text in texts]
+        cut = [not one.finished for one in responses]
+        if any(empty):
+            return f"{_which(empty)} empty"
+        if texts[0] == texts[1]:
+            return "the responses are equal"
+        if any(cut):
+            return f"{_which(cut)} cut off at max_new_tokens={self.length}"
+        token = self._special(*texts)
+        return f"a response has the special token {token!r}" if token else ""
 
     def _respond(self, prompt: Text, asked: list[Side], known: list[Response]) -> list[Response]:
         """Return `known` and a response of each policy, shown side by side while it is written."""
@@ -251,6 +277,10 @@ class Chat:
 
 def _message(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
+
+
+def _which(flags: Sequence[bool]) -> str:
+    return "both responses are" if all(flags) else f"response {flags.index(True) + 1} is"
 
 
 def run(settings: ChatSettings) -> None:

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from rlhf_lightning import SFTModule
-from rlhf_lightning.app.chat import Chat, load_side
+from rlhf_lightning.app.chat import Chat, Response, load_side
 from rlhf_lightning.app.config.commands import ChatSettings
 from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.prerequisites import write_untrained
@@ -105,8 +106,64 @@ def test_what_is_no_preference_is_not_saved(model, talk):
     said = talk(model, "max_new_tokens=2", "temperature=0", lines="/save\n/sav\nwho\n/save\n")
     assert "there is nothing to save" in said
     assert "/sav is no command" in said
-    assert "not saved: equal responses" in said
+    assert "not saved: the responses are equal" in said
     assert not Path("preferences.jsonl").exists()
+
+
+@pytest.fixture
+def chat(model) -> Chat:
+    """Return a chat with two policies of long names, on a screen of 80 columns."""
+    runs = ["outputs/grpo_mymodel/2026-11-29_07-55-35", "a/" + "b" * 80]
+    side = load_side(str(model))
+    chat = Chat(ChatSettings.model_construct(run=runs, max_new_tokens=4), [side, side], None)
+    screen = {"force_terminal": True, "color_system": "standard"}
+    chat.console = Console(width=80, file=io.StringIO(), **screen)
+    return chat
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "fault"),
+    [
+        (Response(" ", "", True), Response("b", "", True), "response 1 is empty"),
+        (Response("a", "", True), Response("", "", True), "response 2 is empty"),
+        (Response("", "", True), Response("", "", True), "both responses are empty"),
+        (Response("a", "", True), Response("a", "", True), "the responses are equal"),
+        (Response("a", "", True), Response("b"), "response 2 is cut off at max_new_tokens=4"),
+        (Response("a"), Response("b"), "both responses are cut off at max_new_tokens=4"),
+        (
+            Response("a", "", True),
+            Response("<unk>", "", True),
+            "a response has the special token '<unk>'",
+        ),
+    ],
+)
+def test_the_one_reason_is_told_why_a_pair_is_not_saved(first, second, fault, chat, capsys):
+    chat.last = "who", [first, second]
+    chat.save()
+    assert capsys.readouterr().out.endswith(f"not saved: {fault}\n")
+
+
+def test_an_answer_but_1_or_2_saves_nothing_and_says_so(model, talk):
+    said = talk(model, model, "seed=4", lines="name a tool\n/save\n5\n")
+    assert "Enter saves nothing: not saved: 1 or 2\n" in said
+    assert not Path("preferences.jsonl").exists()
+
+
+def test_a_conversation_goes_on_behind_a_response_that_spells_a_special_token(chat_model, capsys):
+    side = load_side(str(chat_model))
+    with torch.no_grad():  # it writes <unk> as often as it ends
+        side.policy.model.model.get_output_embeddings().weight[2] *= 8
+    chat = Chat(ChatSettings(run=[str(chat_model)], max_new_tokens=4), [side], None)
+    for _ in range(6):
+        chat.take("who")
+    chat.take("what is <unk>")
+    said = capsys.readouterr().out
+    assert re.search("^<unk>", said, re.M)
+    assert said.endswith("not sent: the model reads '<unk>' as a special token: leave it out\n")
+    assert len(chat.messages) == 12
+    written = [str(message["content"]) for message in chat.messages]
+    assert any("< unk>" in text for text in written)
+    assert not any("<unk>" in text for text in written)
 
 
 def test_two_policies_answer_one_conversation_and_the_first_as_if_alone(model, talk):
