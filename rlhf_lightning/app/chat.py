@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,14 @@ NUM_TOKENS = 512  # of a response at most, where the command line does not say
 HELP = "/save keeps which response is better, /new starts over, /quit or Ctrl-D ends"
 
 
+def tell(text: str) -> None:
+    """Write lines that are seen at once; a terminal gets them broken between words."""
+    if (console := Console()).is_terminal:
+        lines = TextWrapper(console.width, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(map(lines.fill, text.splitlines()))
+    say(text)
+
+
 class Side(NamedTuple):
     """A policy: its model's folder or hub name, the loaded model, and the scorer of its run."""
 
@@ -86,7 +95,7 @@ def load_side(name: str) -> Side:
             raise ConfigError(f"run={name} has no export/: make it with  rlhf-export {name}")
         moved = {f"artifacts.{kind}": models[kind] for kind in MODELS if kind in models}
         scorer = trained.updated(moved | {"trainer.precision": precision}).scorer
-    say(f"loading {source}")
+    tell(f"loading {source}")
     hub: dict[str, Any] = {"revision": None, "trust_remote_code": False}
     policy = load_candidate_policy(source, chat_template_arguments=None, precision=precision, **hub)
     return Side(source, policy, precision, scorer)
@@ -103,7 +112,7 @@ def load_scorer(reward: str | None, sides: Sequence[Side]) -> Scorer | None:
         node = target.read("scorer")
         code = [f"{key}={at}" for one in nodes(node) for key, at in one.named_again.items()]
         if code:
-            say(f"no scores: the run has {', '.join(code)}: name it again, reward=FILE.py:NAME")
+            tell(f"no scores: the run has {', '.join(code)}: name it again, reward=FILE.py:NAME")
             return None
         if getattr(node.call, "holds", None) == "adapter":  # the artifact has it merged
             reward, target = target.get("source"), None
@@ -111,7 +120,7 @@ def load_scorer(reward: str | None, sides: Sequence[Side]) -> Scorer | None:
         return None
     vocabularies = [one.policy.tokenizer.get_vocab() for one in sides]
     if vocabularies[0] != vocabularies[-1]:
-        say("no scores: the two have different tokenizers")
+        tell("no scores: the two have different tokenizers")
         return None
     load = partial(load_scalar_model, source=reward, precision=side.precision)
     scorer: Scorer
@@ -155,11 +164,13 @@ class Chat:
             self.save()
         elif line == "/new":
             self.messages, self.last = (), None
-            say("a new conversation")
+            tell("a new conversation")
+        elif line == "/help":
+            tell(HELP)
         elif line.startswith("/") and " " not in line:
-            say(f"{line} is no command: {HELP}")
+            tell(f"{line} is no command: {HELP}")
         elif token := self._special(line):
-            say(f"not sent: the model reads {token!r} as a special token: leave it out")
+            tell(f"not sent: the model reads {token!r} as a special token: leave it out")
         elif line:
             self.turn += 1
             said = (*self.messages, {"role": "user", "content": line})
@@ -174,19 +185,19 @@ class Chat:
     def save(self) -> None:
         """Append the last two responses to the file of preferences, once told which is better."""
         if self.last is None:
-            say("there is nothing to save: ask something first")
+            tell("there is nothing to save: ask something first")
             return
         prompt, responses = self.last
         if len(responses) == 1:
             responses = self._respond(prompt, self.sides, responses)
             self.last = prompt, responses
         if fault := self._fault(responses):
-            say(f"not saved: {fault}")
+            tell(f"not saved: {fault}")
             return
         better = input("Which is better, 1 or 2? Enter saves nothing: ").strip()
         if better not in ("1", "2"):
             if better:
-                say("not saved: 1 or 2")
+                tell("not saved: 1 or 2")
             return
         texts = [one.text for one in responses]
         pair = texts if better == "1" else texts[::-1]
@@ -195,7 +206,7 @@ class Chat:
         with self.settings.save.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self.messages, self.last = (*self.messages[:-1], _message(pair[0])), None
-        say(f"saved in {self.settings.save}")
+        tell(f"saved in {self.settings.save}")
 
     def _special(self, *texts: str) -> str | None:
         """Return the first special token of a policy's that a text spells, or None."""
@@ -240,7 +251,7 @@ class Chat:
             return cells[0]
         table = Table(box=None, expand=True, padding=(0, 2, 0, 0))
         for number, name in enumerate((*self.settings.run, "")[:2], 1):
-            name = name if len(self.sides) > 1 else ""
+            name = _short(name, self.console.width // 2 - 5) if len(self.sides) > 1 else ""
             table.add_column(Shown(f"{number}  {name}", overflow="fold"), ratio=1, overflow="fold")
         table.add_row(*cells)
         return table
@@ -283,6 +294,14 @@ def _which(flags: Sequence[bool]) -> str:
     return "both responses are" if all(flags) else f"response {flags.index(True) + 1} is"
 
 
+def _short(name: str, width: int) -> str:
+    """Return a name, of a path that is too wide its last two parts, cut in the middle."""
+    if len(name) > width:
+        name = "/".join(Path(name).parts[-2:])
+    half = width // 2 - 2
+    return name if len(name) <= width else f"{name[:half]}...{name[-half:]}"
+
+
 def run(settings: ChatSettings) -> None:
     """Talk until the user ends it.
 
@@ -293,15 +312,15 @@ def run(settings: ChatSettings) -> None:
     sides = [load_side(name) for name in settings.run]
     chat = Chat(settings, sides, load_scorer(settings.reward, sides))
     way = "" if chat.has_turns else "without a chat template each line is a prompt of its own\n"
-    say(f"seed={settings.seed} max_new_tokens={chat.length}\n{way}{HELP}")
+    tell(f"seed={settings.seed} max_new_tokens={chat.length}\n{way}{HELP}")
     with suppress(EOFError):
         while (line := input("\n> ").strip()) != "/quit":
             try:
                 chat.take(line)
             except KeyboardInterrupt:
-                say("stopped")
+                tell("stopped")
             except (ValueError, TypeError, RuntimeError) as error:
-                say(f"error: {error}")
+                tell(f"error: {error}")
 
 
 def main() -> None:

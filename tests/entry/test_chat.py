@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from rlhf_lightning import SFTModule
-from rlhf_lightning.app.chat import Chat, Response, load_side
+from rlhf_lightning.app.chat import HELP, Chat, Response, load_side
 from rlhf_lightning.app.config.commands import ChatSettings
 from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.prerequisites import write_untrained
@@ -149,6 +149,14 @@ def test_an_answer_but_1_or_2_saves_nothing_and_says_so(model, talk):
     assert not Path("preferences.jsonl").exists()
 
 
+def test_an_empty_response_is_shown_as_such_below_a_name_that_fits(chat):
+    chat.console.print(chat._table([Response("", "1 token"), Response("b")], alone=False))
+    name, text, note, *_ = chat.console.file.getvalue().splitlines()
+    assert re.search("1  grpo_mymodel/2026-11-29_07-55-35 +.*2  a/b+[.]{3}b+", name)
+    assert re.search(r"^\x1b\[2m\(empty\)\x1b\[0m +b", text)
+    assert "1 token" in note
+
+
 def test_a_conversation_goes_on_behind_a_response_that_spells_a_special_token(chat_model, capsys):
     side = load_side(str(chat_model))
     with torch.no_grad():  # it writes <unk> as often as it ends
@@ -164,6 +172,17 @@ def test_a_conversation_goes_on_behind_a_response_that_spells_a_special_token(ch
     written = [str(message["content"]) for message in chat.messages]
     assert any("< unk>" in text for text in written)
     assert not any("<unk>" in text for text in written)
+
+
+def test_help_lists_the_commands_and_a_terminal_gets_no_broken_word(model, talk, monkeypatch):
+    said = talk(model, lines="/help\n")
+    assert said.count(HELP) == 2
+    assert "no command" not in said
+    for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "30", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    _, _, lines = talk(model, lines="/sav\n").partition("> ")
+    assert " ".join(lines.split()) == f"/sav is no command: {HELP} >"
+    assert max(map(len, lines.splitlines())) <= 30
 
 
 def test_two_policies_answer_one_conversation_and_the_first_as_if_alone(model, talk):
