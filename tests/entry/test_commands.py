@@ -11,7 +11,7 @@ import yaml
 
 import rlhf_lightning
 from rlhf_lightning.app.config.commands import COMMANDS, RUNS
-from rlhf_lightning.app.config.compose import composed, conf_dir, register
+from rlhf_lightning.app.config.compose import composed, conf_dir, help_text, register
 from rlhf_lightning.app.start import with_run
 
 COMMANDS_ALONE = sorted(set(COMMANDS) - set(RUNS))
@@ -39,6 +39,12 @@ def test_help_begins_with_a_sentence_and_names_the_command_and_loads_no_torch():
         assert text[0].isupper()
         assert f"rlhf_lightning.{command}" in text
     assert loaded == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert [line for line in help_text(command).splitlines() if len(line) > 80] == []
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS_ALONE if name != "plan"])

@@ -27,11 +27,10 @@ def answer(command, words, folder):
     return done.stdout + done.stderr, done.returncode
 
 
-def test_help_fits_80_columns_and_names_every_experiment(tmp_path):
+def test_help_names_every_experiment(tmp_path):
     told, status = answer("train", "--help", tmp_path)
     assert status == 0
     assert "rlhf_lightning.train" in told
-    assert max(map(len, told.splitlines())) <= 80
     words = set(told.replace(",", " ").split())
     for name in choices("experiment"):
         assert name in words or name.partition("_")[2] in words, name
