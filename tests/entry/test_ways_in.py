@@ -181,6 +181,12 @@ def test_a_length_is_lowered_only_where_it_does_not_fit_and_was_not_given(tmp_pa
             "a file of records (preferences), got small: write rlhf-train dpo MODEL FILE",
         ),
         ("dpo small preference.jsonl", "did you mean preferences.jsonl"),
+        (
+            "grpo small prompts.jsonl --reword reward.py:length",
+            "unknown flag --reword; did you mean --reward",
+        ),
+        ("grpo small prompts.jsonl --rewards=reward.py:length", "did you mean --reward"),
+        ("sft small prompts.jsonl --fast", "unknown flag --fast: see rlhf-train --help"),
         ("dpo small preferences.jsonl --reward reward.py:length", "leave --reward out"),
         ("ppo small prompts.jsonl", "ppo needs a reward: --reward FILE.py:NAME"),
         ("grpo small prompts.jsonl --reward reward.py", "write FILE.py:NAME"),

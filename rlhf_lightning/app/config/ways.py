@@ -37,6 +37,11 @@ from rlhf_lightning.runs.reading import read_json, read_yaml
 
 _ENDINGS = re.compile(r"(\.(jsonl?|csv|tsv|parquet|arrow|gz))+$")
 _HYDRA_TAKES_A_WORD = ("--cfg", "-c", "--info", "-i", "--package", "-p")
+_FLAGS = (  # ours and Hydra's
+    *("--reward", "--reward-model", "--config", "--recipe", "--as-python", "--cfg", "--info"),
+    *("--package", "--resolve", "--run", "--multirun", "--config-dir", "--config-path"),
+    *("--config-name", "--hydra-help", "--experimental-rerun"),
+)
 _SAMPLED = "module.sampling.max_new_tokens"
 _SAYS_LENGTHS = re.compile(r"\+*((dataset|model|preset)=|[\w.]*(lengths\b|max_\w+))")
 SCHEMA = "run.schema.json"  # in conf/, written by docs/build_schema.py
@@ -173,6 +178,7 @@ def spelled_out(words: Sequence[str]) -> list[str]:
         if functions or models:
             raise ConfigError("--reward and --reward-model are of rlhf-train EXPERIMENT MODEL FILE")
         return list(words)
+    _check_flags(others)
     one = read_experiment(bare[0])
     others = [each for each in others if each not in bare]
     model, file = _model_and_file(one, bare[1:], others)
@@ -181,6 +187,14 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     lengths = [each for each in others if _SAYS_LENGTHS.match(each)]
     ours += fitting_lengths(replaced(ours, lengths), model)
     return replaced([*ours, *_reward_words(one, functions, models, others)], others)
+
+
+def _check_flags(words: Sequence[str]) -> None:
+    """Refuse unknown flags; `--KEY=VALUE` is refused where the words are read."""
+    for flag, equals, _ in (one.partition("=") for one in words if one.startswith("--")):
+        near = did_you_mean(flag, _FLAGS)
+        if flag not in _FLAGS and (near or not equals):
+            raise ConfigError(f"unknown flag {flag}{near or ': see rlhf-train --help'}")
 
 
 def _model_and_file(one: Experiment, words: list[str], others: Sequence[str]) -> tuple[str, str]:
