@@ -17,7 +17,12 @@ from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.next_command import after_collecting
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
-from rlhf_lightning.app.run_claim import check_folder, hydra_log, runs_to_continue
+from rlhf_lightning.app.run_claim import (
+    NOTHING_TO_CONTINUE,
+    check_folder,
+    hydra_log,
+    runs_to_continue,
+)
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.records import PromptRecord, first_of_each, question_key
@@ -251,10 +256,10 @@ def _sources(settings: CollectSettings, prompts: Sequence[PromptRecord]) -> dict
 
 def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
     """Return the folder of the run: an unfinished one of this configuration, or the new one."""
-    unfinished = None
-    if settings.resume == "auto":
-        unfinished = next(runs_to_continue(settings, folder), None)
-    if unfinished is None:
+    if settings.resume != "auto":
+        return folder
+    if (unfinished := next(runs_to_continue(settings, folder), None)) is None:
+        say(f"resume=auto continues {NOTHING_TO_CONTINUE.format(settings.paths.outputs)}")
         return folder
     drop_unused(folder, unfinished, hydra_log(), link=in_sweep())
     return unfinished

@@ -24,6 +24,7 @@ from rlhf_lightning.runs.lock import LOCK, FolderTakenError, check_free, check_r
 from rlhf_lightning.runs.resume import unfinished_runs
 from rlhf_lightning.runs.summary import summary_or_none
 
+NOTHING_TO_CONTINUE = "nothing: {} has no run of this configuration to continue"
 _PUBLISHING = ("artifacts.publish", "paths.publish")
 
 

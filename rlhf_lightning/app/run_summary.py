@@ -13,6 +13,7 @@ from rlhf_lightning.app.config.groups import PlanGroup
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.evaluation import TrainingComponents
 from rlhf_lightning.app.plan import Plan, readable
+from rlhf_lightning.app.run_claim import NOTHING_TO_CONTINUE
 from rlhf_lightning.callbacks.wandb_logger import shown_in_wandb
 from rlhf_lightning.hparams import DPOHparams
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator, why_not_captured
@@ -36,7 +37,10 @@ def start_settings(
     iterations = iterations if limit is None else min(iterations, limit)
     rows = {split: len(data.rows(split)) for split in ("train", "validation")}
     steps = math.prod(settings.passes) * iterations
-    starts = ", ".join(f"{kind}: {name}" for kind, name in settings.artifacts.models().items())
+    own = settings.spec.starts_from
+    models = settings.artifacts.models().items()
+    starts = ", ".join(name if kind == own else f"{kind}: {name}" for kind, name in models)
+    nothing = NOTHING_TO_CONTINUE.format(settings.paths.outputs)
     trainer = parts.trainer
     device = type(trainer.accelerator).__name__.removesuffix("Accelerator").lower()
     strategy = f", {settings.strategy.name}" if trainer.world_size > 1 else ""
@@ -63,7 +67,7 @@ def start_settings(
         else None,
         "W&B": shown_in_wandb(parts.trainer),
         "publishes": None if settings.paths.publish else "nothing: it stays in the run folder",
-        "continues": checkpoint,
+        "continues": checkpoint or (nothing if settings.resume == "auto" else None),
     }
     return {topic: line for topic, line in lines.items() if line not in (None, "")}
 

@@ -50,6 +50,20 @@ def test_a_batch_larger_than_the_records_is_refused_before_a_model_is_loaded(
         assemble(settings, RunFolder(tmp_path / "run"))
 
 
+def test_the_first_screen_says_what_a_run_starts_from_and_that_it_continues_nothing(
+    start, records, tmp_path
+):
+    settings = composed(start, *records, "resume=auto", "paths.outputs=elsewhere")
+    parts = assemble(settings, RunFolder(tmp_path / "run"))
+    checkpoint = tmp_path / "run/checkpoints/last.ckpt"
+    shown = [start_settings(settings, parts, one) for one in (None, checkpoint)]
+    assert [one["continues"] for one in shown] == [
+        "nothing: elsewhere has no run of this configuration to continue",
+        checkpoint,
+    ]
+    assert shown[0]["starts from"] == str(start)  # whatever trained it
+
+
 def test_few_optimizer_steps_are_said_with_what_makes_more(start, records, tmp_path):
     def shown(*more: str) -> dict[str, Any]:
         settings = composed(start, *records, *more)
