@@ -24,6 +24,7 @@ from rlhf_lightning.app.failures import exit_with
 from rlhf_lightning.app.run_claim import hydra_log
 from rlhf_lightning.app.start import MISTAKE, fail, read_words, words_of
 from rlhf_lightning.app.sweep import SweepEnd
+from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, end_process, launch_time
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import drop_refused
@@ -84,7 +85,7 @@ def ended_in_one_line() -> Iterator[None]:
     """End the process in one line where the block fails, or is stopped by a signal."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, BadRecordError) as error:
         fail(str(error))
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:
         exit_with(error)

@@ -50,6 +50,7 @@ from rlhf_lightning.callbacks.wandb_logger import (
     shown_in_wandb,
     wandb_loggers,
 )
+from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
     as_single_run,
@@ -294,7 +295,7 @@ def _job(cfg: Any) -> float | None:
         summary = run(settings, folder, overrides)
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:  # told in one line
         try:
-            if isinstance(error, ConfigError):
+            if isinstance(error, ConfigError | BadRecordError):
                 fail(str(error))
             exit_with(error)
         except SystemExit:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_lightning.data.errors import BadRecordError, describe
-from rlhf_lightning.data.formats import FILL, known_formats
-from rlhf_lightning.data.public_formats import mapping_of, pair_of
+from rlhf_lightning.data.formats import FILL
+from rlhf_lightning.data.public_formats import mapping_of
 from rlhf_lightning.data.records import (
     DemonstrationRecord,
     PreferenceRecord,
@@ -29,6 +29,12 @@ from rlhf_lightning.data.records import (
 EVERY = "learn all rows alike with columns={label: null}"
 GOOD = f"name the value of good responses with dataset.source.label_good=VALUE, or {EVERY}"
 _TRUTH = {"true": True, "false": False}
+_KEYS = {
+    "texts": "text",
+    "prompts": "prompt",
+    "demonstrations": "prompt and completion, or messages",
+    "preferences": "prompt, chosen and rejected",
+}
 
 
 @dataclass(frozen=True)
@@ -141,11 +147,13 @@ def to_kind(record: Record, kind: RecordKind, labels: Labels = NO_LABELS) -> Seq
     if kind == "demonstrations" and isinstance(record, PreferenceRecord):
         given = (record.prompt, record.chosen, record.domain, record.rendered)
         return [DemonstrationRecord(*given, **more)]
-    if kind != kind_of(record):
-        found = f"{kind} were asked for, but the records are {kind_of(record)}"
-        found += f" (other columns: {', '.join(columns) or 'none'})"
-        fix = f"map columns with {mapping_of(columns)} to one of {known_formats()}"
-        raise BadRecordError(record.place, found, f"{fix}, or {pair_of(columns)}")
+    if kind != (given_kind := kind_of(record)):
+        found = f"{kind} were asked for, but the records are {given_kind}"
+        if unread := record.origin.unread:
+            found += f" (columns that are not read: {', '.join(unread)})"
+        fix = f"give rows with {_KEYS[kind]} ({mapping_of(columns)} maps other names)"
+        fix += f", or choose an experiment that takes {given_kind}"
+        raise BadRecordError(record.place, found, fix)
     if kind == "demonstrations" and labels.column is not None and not labels.is_good(record):
         found = f"the label {labels.column!r} holds {describe(labels.value(record))}"
         fix = "leave such rows out with dataset.source.on_bad_record=skip, learn from both labels "

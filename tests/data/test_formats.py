@@ -120,7 +120,8 @@ def test_columns_with_a_name_that_is_not_ours_is_an_error_with_a_hint():
 def test_a_kind_that_the_records_are_not_is_an_error_naming_both(row, have, kind):
     (parsed,) = parse(row)
     assert kind_of(parsed) == have
-    with pytest.raises(BadRecordError, match=f"{kind} were asked for, but the records are {have}"):
+    told = rf"{kind} were asked for, but the records are {have}\. Fix: give rows with .* {have}\.$"
+    with pytest.raises(BadRecordError, match=told):
         to_kind(parsed, kind)
 
 

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from rlhf_lightning.app import train
 from rlhf_lightning.app.build import check_devices
 from rlhf_lightning.app.command_line import ended_in_one_line
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.evaluate import run as evaluate
 from rlhf_lightning.app.failures import STOPPED, exit_with
+from rlhf_lightning.app.start import MISTAKE
+from rlhf_lightning.data.errors import BadRecordError, Location
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import read_summary
@@ -58,3 +61,21 @@ def test_more_devices_than_there_are_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"trainer\.accelerator=gpu"):
         check_devices(on("gpu", 1))
+
+
+BAD = BadRecordError(Location("pairs.jsonl", 2), "it is not JSON", "write JSON")
+
+
+def refused(*_: Any) -> None:
+    raise BAD
+
+
+def test_a_wrong_record_ends_a_command_as_other_mistakes_do(monkeypatch, capsys):
+    monkeypatch.setattr(train, "this_job", lambda: (RunFolder("run"), []))
+    monkeypatch.setattr(train, "command_settings", refused)
+    with pytest.raises(SystemExit) as training:
+        train._job({"stage": "dpo", "seed": 1})
+    with pytest.raises(SystemExit) as other, ended_in_one_line():
+        refused()
+    assert (training.value.code, other.value.code) == (MISTAKE, MISTAKE)
+    assert capsys.readouterr().err == f"error: {BAD}\n" * 2
