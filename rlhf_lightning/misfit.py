@@ -6,8 +6,9 @@ import difflib
 import inspect
 import re
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +18,21 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" for the closest known words, or ""."""
     close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def near_path(path: Path | str, kind: Callable[[Path], bool] = Path.is_dir) -> str:
+    """Return "; did you mean ...?" for the path beside a missing one that is most like it, or "".
+
+    Args:
+        path: what was given.
+        kind: what the other has to be; by default a folder.
+    """
+    path = Path(path)
+    if path.exists() or not path.parent.is_dir():
+        return ""
+    names = [one.name for one in path.parent.iterdir() if kind(one)]
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.with_name(close[0])}?" if close else ""
 
 
 def refuse_unknown(given: Mapping[str, Any], known: Collection[str], name: str, where: str) -> None:

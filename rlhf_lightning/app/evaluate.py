@@ -51,6 +51,7 @@ from rlhf_lightning.evaluation.held_out import (
     held_out_comparison,
 )
 from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
+from rlhf_lightning.misfit import near_path
 from rlhf_lightning.models.precision import MIXED_BF16, in_precision
 from rlhf_lightning.preferences.annotation.store import StoreError
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
@@ -121,7 +122,8 @@ def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateS
     sides = sides if settings.compares_policies else {}
     for side, value in sides.items():
         if value not in models.values() and not is_available(value):
-            raise ConfigError(f"{side}={value} does not exist: give a model folder or a hub name")
+            told = f"{side}={value} does not exist: give a model folder or a hub name"
+            raise ConfigError(f"{told}{near_path(value)}")
     check_world(settings, sides.values())
     used: set[str | None] = set(sides.values())
     if scorer is not None and (settings.benchmark is None or not sides):

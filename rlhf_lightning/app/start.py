@@ -34,6 +34,7 @@ from rlhf_lightning.app.config.compose import (
 )
 from rlhf_lightning.distributed.launch import global_rank
 from rlhf_lightning.distributed.process import prepare_process
+from rlhf_lightning.runs.folder import RunFolder
 
 AS_PYTHON = "--as-python"
 MISTAKE = 2  # exit status
@@ -100,12 +101,15 @@ def print_recipe(words: Sequence[str]) -> None:
 def check_words(command: str) -> None:
     """End the process for a mistake in the command line that is seen without importing torch."""
     # here: help needs no settings
-    from rlhf_lightning.app.config import commands, validate
+    from rlhf_lightning.app.config import commands, inherit, validate
 
     def read(cfg: Any, words: Sequence[str]) -> None:
-        if command not in ("evaluate", "collect") or cfg.run is None:
+        run = cfg.run if command in ("evaluate", "collect") else None
+        if run is None:
             validate.plain_settings(commands.COMMANDS[command], cfg)
         validate.check_functions(cfg)
+        if run is not None:
+            inherit.training_file(RunFolder(Path(str(run))))
 
     read_words(command, read, "train" if command == "plan" else command)
 

@@ -202,7 +202,7 @@ def test_what_is_no_run_a_run_without_a_checkpoint_and_a_folder_in_use_are_refus
     mine.mkdir()
     (mine / "notes.txt").touch()
     for folder, to, said in (
-        (sft.path / "nothing", None, "does not exist"),
+        (tmp_path / "mein", None, "does not exist: .*did you mean .*/mine"),
         (mine, None, "is no run folder"),
         (copy, None, "holds no complete checkpoint"),
         (sft.path, mine, "is there already: give another folder"),

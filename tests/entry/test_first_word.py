@@ -11,6 +11,9 @@ from rlhf_lightning.app.config.validate import CODE
 from tests.builders.command_lines import ROOT, environment
 from tests.builders.processes import timed_python
 
+RUN = "outputs/ppo/2026-11-29_08-00-0"
+NEAR = f"did you mean {RUN}0?"
+FOLDER = "give a folder, or a hub name"
 LIMIT_SECONDS = 3.0  # of user and system time; importing torch and Lightning alone costs more
 
 
@@ -43,7 +46,12 @@ def test_help_names_every_experiment(tmp_path):
         ("train", "+experiment=ppo module.ppo.kl_coef=-1", "module.ppo.kl_coef=-1 must be >= 0"),
         ("train", "dpo org/m file.jsonl", "file.jsonl does not exist"),
         ("train", "--recipe dpoo", "did you mean dpo"),
-        ("chat", "./missing", "run=./missing is no run and no model"),
+        ("chat", f"{RUN}1", f"{RUN}1 is no run and no model: {FOLDER} ORG/NAME; {NEAR}"),
+        (
+            "evaluate",
+            f"run={RUN}1",
+            f"run={RUN}1 is no run folder: give one below outputs/; {NEAR}",
+        ),
         ("train", "grpo org/m records.jsonl --reward reward.py:scoer", "did you mean score?"),
         ("plan", "grpo org/m records.jsonl --reward rewrad.py:score", "no Python file rewrad.py"),
         ("train", "+experiment=ppo module.estimator=reward.py:Halfed", "did you mean Halved?"),
@@ -52,6 +60,7 @@ def test_help_names_every_experiment(tmp_path):
     ],
 )
 def test_a_mistake_that_needs_no_torch_is_answered_at_once(command, words, fix, tmp_path):
+    (tmp_path / f"{RUN}0").mkdir(parents=True)
     (tmp_path / "records.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "reward.py").write_text("def score(): ...\nclass Halved: ...\n")
     told, status = answer(command, words, tmp_path)

@@ -66,11 +66,13 @@ def test_a_file_of_pairs_is_shown_on_the_screen_and_on_a_page(model, pairs, tmp_
     [
         ("pairs.jsonl model=M kidn=prompts", "did you mean kind"),
         ("pairs.jsnol model=org/m", "did you mean pairs.jsonl?"),
-        ("pairs.jsonl model=./m", "model.source=./m is no folder"),
+        ("pairs.jsonl model=./modle", "model.source=./modle is no folder: give one, or OWNER/NAME"),
+        ("pairs.jsonl model=modle", "on the hub; did you mean model?"),
         ("pairs.jsonl model=org/m --kind prompts", "sets nothing: write KEY=VALUE"),
     ],
 )
 def test_mistakes_are_answered_at_once(pairs, words, told):
+    (pairs.parent / "model").mkdir()
     (pairs.parent / "transformers.py").write_text("raise SystemExit(9)")  # nothing imports it
     done = rlhf_data(pairs.parent, *words.split(), limit=MISTAKE_SECONDS)
     assert told in done.stderr

@@ -181,6 +181,7 @@ def test_a_length_is_lowered_only_where_it_does_not_fit_and_was_not_given(tmp_pa
             "a file of records (preferences), got small: write rlhf-train dpo MODEL FILE",
         ),
         ("dpo small preference.jsonl", "did you mean preferences.jsonl"),
+        ("dpo ./smal preferences.jsonl", "OWNER/NAME on the hub; did you mean small?"),
         (
             "grpo small prompts.jsonl --reword reward.py:length",
             "unknown flag --reword; did you mean --reward",

@@ -38,6 +38,7 @@ from rlhf_lightning.app.config.settings import (
 from rlhf_lightning.arguments import Count, CountOrZero, Seed, Temperature
 from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.records import LossOn, RecordKind, Split, Value
+from rlhf_lightning.misfit import near_path
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
 from rlhf_lightning.runs.resume import config_hash
@@ -255,7 +256,8 @@ class ReportSettings(CommandSettings):
 
 def _is_policy(name: str) -> str:
     if not (RunFolder(Path(name)).config.is_file() or is_available(name)):
-        raise ValueError(f"={name} is no run and no model: give a folder, or a hub name ORG/NAME")
+        told = f"={name} is no run and no model: give a folder, or a hub name ORG/NAME"
+        raise ValueError(f"{told}{near_path(name)}")
     return name
 
 
@@ -314,7 +316,8 @@ class PreviewModelSettings(Settings):
         if source is None:
             raise ValueError(" is not set: add model=FOLDER, or a name on the hub")
         if not (Path(source).is_dir() or is_available(source)):
-            raise ValueError(f"={source} is no folder: give one, or OWNER/NAME on the hub")
+            told = f"={source} is no folder: give one, or OWNER/NAME on the hub"
+            raise ValueError(f"{told}{near_path(source)}")
         return source
 
 

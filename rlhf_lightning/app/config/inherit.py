@@ -22,6 +22,7 @@ from rlhf_lightning.app.config.saved import read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import nodes
 from rlhf_lightning.app.config.validate import check_overrides_are_read, read_settings
+from rlhf_lightning.misfit import near_path
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 
@@ -79,13 +80,27 @@ def command_settings(entry: str, cfg: DictConfig, overrides: Sequence[str]) -> A
     return settings
 
 
+def training_file(folder: RunFolder) -> Path:
+    """Return the file with the settings of a run folder; a file of settings is one itself.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    path = folder.path
+    file = path if path.suffix == ".yaml" else folder.config
+    if not file.is_file():
+        told = f"{path} is no run folder: give one below outputs/{near_path(path, Path.exists)}"
+        raise ConfigError(f"run={told}")
+    return file
+
+
 def read_training(folder: RunFolder) -> TrainSettings:
     """Return the settings of a training run, of its folder or of a file of settings.
 
     Raises:
         ConfigError: if there are none.
     """
-    file = folder.path if folder.path.suffix == ".yaml" else folder.config
+    file = training_file(folder)
     try:
         return read_saved(TrainSettings, file)
     except ConfigError as error:

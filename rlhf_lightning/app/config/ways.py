@@ -30,7 +30,7 @@ from rlhf_lightning.app.config.compose import (
     word,
 )
 from rlhf_lightning.app.config.errors import ADDED, COMPOSE_ERRORS, composition
-from rlhf_lightning.misfit import did_you_mean
+from rlhf_lightning.misfit import did_you_mean, near_path
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
 from rlhf_lightning.runs.reading import read_json, read_yaml
@@ -207,9 +207,7 @@ def _model_and_file(one: Experiment, words: list[str], others: Sequence[str]) ->
         raise ConfigError(f"{one.name} takes {wanted}, got {got}: {usage}")
     model, file = _available(words[0]), "".join(words[1:])
     if not Path(file).exists():
-        place = Path(file).parent
-        beside = [str(each) for each in place.iterdir()] if place.is_dir() else []
-        told = f"{file} does not exist{did_you_mean(file, beside)}: give a file of records"
+        told = f"{file} does not exist{near_path(file, Path.exists)}: give a file of records"
         hub = "or dataset=hub dataset.hub_name=NAME dataset.name=NAME"
         raise ConfigError(f"{told} ({one.records}), {hub}")
     return model, file
@@ -220,7 +218,8 @@ def _available(source: str) -> str:
     exported = RunFolder(Path(source)).export
     found = str(exported) if exported.is_dir() else source
     if not is_available(found):
-        raise ConfigError(f"{source} is no model: give a folder, or OWNER/NAME on the hub")
+        told = f"{source} is no model: give a folder, or OWNER/NAME on the hub"
+        raise ConfigError(f"{told}{near_path(source)}")
     return found
 
 
