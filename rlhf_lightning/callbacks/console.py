@@ -140,7 +140,9 @@ def print_verdict(
     rows += [(f"gate {g.name}", f"{g.word}  {g.reason}".rstrip()) for g in summary.gates]
     if (coverage := coverage_of(read_events(folder.doctor))) is not None:
         rows += [("doctor", f"{coverage.describe()}, {counted(len(summary.alerts), 'alert')}")]
-        rows += [("doctor idle", f"{', '.join(n)}: {why}") for why, n in coverage.idle.items()]
+        if coverage.idle:
+            idle = counted(sum(map(len, coverage.idle.values())), "detector")
+            rows.append(("doctor idle", f"{idle}: {folder.doctor.name} says why"))
     for alert in summary.alerts:
         until = "" if alert["cleared_at"] is None else f" to {alert['cleared_at']}"
         told = f"iteration {alert['raised_at']}{until}  {alert['message']}"

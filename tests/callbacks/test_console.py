@@ -15,6 +15,7 @@ from tests.callbacks.tiny_run import run
 
 def test_a_pipe_gets_plain_lines_with_iteration_time_and_metrics(tmp_path):
     out = io.StringIO()
+from rlhf_lightning.runs.doctor_log import DoctorEvent, write_events
     bar = ProgressBar("ppo", every_n_seconds=0, file=out)
     run(tmp_path, num_iterations=4, callbacks=[bar])
     text = out.getvalue()
@@ -77,13 +78,7 @@ def test_text_of_others_neither_steers_the_terminal_nor_is_left_out(tmp_path):
     assert "a[b]c" in re.sub(r"[│\s]", "", text)
     for part in ("[bold]x[/bold] [/y]", "[bold]z[/bold]", "gate [/x]"):
         assert part in text
-
-
-def test_an_empty_response_is_shown_as_such(tmp_path):
-    folder = fake_ppo_run(tmp_path, 3)
-    row = {"prompt": "x", "response": "\n", "baseline_response": "b"}
-    SamplesAppender(folder.samples).append(4, [row])
-    out = io.StringIO()
-    console = Console(file=out, width=80, force_terminal=True, color_system="standard")
-    print_verdict(read_summary(folder), folder, console=console)
-    assert re.search(r"policy .*\x1b\[2m\(empty\)\x1b\[0m", out.getvalue())
+    idle = [DoctorEvent(3, "idle", name, "", f"no {name}") for name in ("critic", "groups")]
+    write_events(folder.doctor, [DoctorEvent(0, "watch", "critic,groups,entropy", "", ""), *idle])
+        "1 of 3 detectors had enough to watch, 0 alerts",
+        "2 detectors: doctor.jsonl says why",
