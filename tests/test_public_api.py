@@ -288,5 +288,5 @@ def test_progress_lines_have_the_metrics_of_their_iteration_and_a_response_with_
     assert len(shown) == (0 if every_n_seconds else num_lines)
     first = next(row for row in map(json.loads, samples(tmp_path)) if row["iteration"] == 3)
     for line in shown[-1:]:
-        assert line.startswith(f"{first['score']:.2f}  {first['prompt']} -> ")
+        assert line.startswith(f"sample  score {first['score']:.2f}  {first['prompt']} -> ")
         assert " ".join(first["response"].split())[:40] in line

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
+from rich.file_proxy import FileProxy
 from rich.markup import escape
 from rich.panel import Panel
+from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -30,12 +37,13 @@ KEY_WIDTH = 34  # of the column of names: a pipeline's are long, and messages ne
 _SHOWN = 6  # metrics of a bar or a line
 _SHOWN_ANSWERS = 5
 _LONGEST_ANSWER = 300  # characters
-_LONGEST_COMPLETION = 160  # of prompt and response, during training
+_LONGEST_PROMPT, _LONGEST_RESPONSE = 60, 100  # characters, during training
+_BETWEEN = " · "  # two metrics
 _COLOURS = {"good": "green", "bad": "red", "neutral": "yellow", "undecided": "bright_black"}
 
 
 class ProgressBar(RichProgressBar):
-    """Lightning's bar with what one looks at first; a line now and then where there is no tty.
+    """Lightning's bar over what one looks at first; a line now and then where there is no tty.
 
     Args:
         stage: named at the left of a line.
@@ -45,7 +53,8 @@ class ProgressBar(RichProgressBar):
 
     def __init__(self, stage: str = "", *, every_n_seconds: float = 10.0, **console: Any) -> None:
         self.console = Console(highlight=False, soft_wrap=True, **console)
-        super().__init__(refresh_rate=4 * self.console.is_terminal, console_kwargs=console)
+        theme = RichProgressBarTheme(metrics_text_delimiter=_BETWEEN)
+        super().__init__(4 * self.console.is_terminal, theme=theme, console_kwargs=console)
         self.stage, self.every_n_seconds = stage, every_n_seconds
         self._latest: dict[str, float] = {}
         self._started = self._next_line = 0.0
@@ -61,6 +70,10 @@ class ProgressBar(RichProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock and, on a tty, the bar."""
         super().on_train_start(trainer, pl_module)
+        if self.progress is not None:
+            self.progress.columns = (_TwoLines(self.progress),)
+            self.progress.speed_estimate_period = math.inf  # iterations may take minutes
+            _redirect_log()
         self._started = time.monotonic()
         self._next_line = self._started + min(self.every_n_seconds, 2.0)
         self._start_iteration = current_iteration(trainer)
@@ -83,17 +96,32 @@ class ProgressBar(RichProgressBar):
         self.get_metrics(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write a last line, unless its iteration and metrics stand in the one before."""
+        """End the bar; write a last line, unless the one before has its iteration and metrics."""
+        self._stop_progress()
         self._write_line(trainer, pl_module)
+
+    def configure_columns(self, trainer: Trainer) -> list[ProgressColumn]:
+        """Return what is being done, the bar, its iteration, the time left and the speed."""
+        words, bar, count, _, speed = super().configure_columns(trainer)
+        return [words, bar, count, TimeRemainingColumn(), TextColumn("left"), speed]
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        words = escape(f"{self.stage} iteration".strip())  # as wide as the bar of a validation's
+        return f"{words:{len(self.validation_description)}}"
+
+    def _stop_progress(self) -> None:
+        super()._stop_progress()
+        _redirect_log()
 
     def _write_completion(self, module: OnPolicyModule, rollout: RolloutBatch) -> None:
         """Print the first response of a rollout with its prompt and score, on one line."""
         skip = module.sampling.skip_special_tokens
         (row,) = describe_rollout(rollout, module.tokenizer, 1, skip_special_tokens=skip)
-        score = "" if row["score"] is None else f"{row['score']:.2f}  "
-        text = _one_line(f"{row['prompt']} -> {row['response']}", _LONGEST_COMPLETION)
+        score = "" if row["score"] is None else f"score {row['score']:.2f}  "
+        prompt = _one_line(row["prompt"], _LONGEST_PROMPT)
+        response = _one_line(row["response"], _LONGEST_RESPONSE) or "(empty)"
         above = self.console if self.progress is None else self.progress.console  # the bar
-        above.print(Text(f"{score}{text}", "dim"))
+        above.print(Text(f"sample  {score}{prompt} -> {response}", "dim"))
 
     def _write_line(self, trainer: Trainer, module: LightningModule) -> None:
         if not self._enabled or self.console.is_terminal:
@@ -112,6 +140,45 @@ class ProgressBar(RichProgressBar):
             parts.append(f"{duration(passed / done * (total - iteration))} left")
         parts += [f"{label} {value}" for label, value in metrics.items()]
         self.console.print(" · ".join(parts), markup=False)
+
+
+class _TwoLines(ProgressColumn):
+    """A bar, and beneath it as many of the metrics, which are the last column, as fit on a line.
+
+    Args:
+        progress: whose columns they are.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress = progress
+        self.columns: tuple[Any, ...] = progress.columns
+
+    def render(self, task: Task) -> RenderableType:
+        """Return both lines; the bar alone while that of a validation is beneath it."""
+        *columns, metrics = (column(task) for column in self.columns)
+        line, told = Table.grid(padding=(0, 1)), ""
+        line.add_row(*columns)
+        for part in str(metrics).split(_BETWEEN):
+            longer = _BETWEEN.join(filter(None, (told, part)))
+            told = longer if cell_len(longer) <= self.progress.console.width else told
+        if not told or sum(each.visible for each in self.progress.tasks) > 1:
+            return line
+        return Group(line, Text(told, "italic", no_wrap=True, overflow="ellipsis"))
+
+
+def _redirect_log() -> None:
+    """Let the log be printed above a bar, or again to its streams where there is none now.
+
+    A handler holds the stream that it was made with, and would write into the bar.
+    """
+    streams = (sys.stdout, sys.stderr)
+    above = {each.rich_proxied_file: each for each in streams if isinstance(each, FileProxy)}
+    for named in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(named, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler):
+                beneath = getattr(handler.stream, "rich_proxied_file", handler.stream)
+                handler.setStream(above.get(beneath, beneath))
 
 
 def print_start(
