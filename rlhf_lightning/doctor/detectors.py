@@ -65,17 +65,20 @@ class Transition:
     reading: Reading
     threshold: float
 
-    def describe(self) -> str:
-        """Return one sentence: what was read, in which unit, against which bound."""
+    def describe(self, *, briefly: bool = False) -> str:
+        """Return one sentence: what was read, in which unit, against which bound.
+
+        Args:
+            briefly: leave out how it is measured.
+        """
         spec = DETECTORS[self.detector]
         about = f" ({self.reading.subject})" if self.reading.subject else ""
         word = LEVELS[self.after] if self.after else "cleared"
         side = spec.beyond if self.after else "now within"
         unit = "" if spec.unit in _BARE else f" {spec.unit}"
-        return (
-            f"{spec.title}{about} [{word}]: {spec.measures} {self.reading.value:.3g}{unit}, "
-            f"{side} {self.threshold:g}"
-        )
+        found, bound = f"{self.reading.value:.3g}{unit}", f"{side} {self.threshold:g}"
+        told = f"{found} ({bound})" if briefly else f"{spec.measures} {found}, {bound}"
+        return f"{spec.title}{about} [{word}]: {told}"
 
 
 class Detectors:

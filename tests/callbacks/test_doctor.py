@@ -53,7 +53,7 @@ def test_the_measures_are_those_of_the_rollout(watched):
     assert row["doctor/domain_score/a"] == pytest.approx(sum(mine) / len(mine), rel=1e-5)
 
 
-def test_a_reward_that_never_varies_is_an_alarm_at_the_third_iteration(tmp_path):
+def test_a_reward_that_never_varies_is_an_alarm_at_the_third_iteration(tmp_path, caplog):
     fit(tmp_path, doctor_of(tmp_path), scorer=TokenScorer(lambda ids, finished: 1.0))
     rows = read_metrics(RunFolder(tmp_path).metrics)
     assert {row["rollout/score_std"] for row in rows} == {0.0}
@@ -68,6 +68,9 @@ def test_a_reward_that_never_varies_is_an_alarm_at_the_third_iteration(tmp_path)
     assert "nothing to compare with" in idle["saturation"]
     assert idle["reward_hacking"] == "no second scorer"
     assert "missing_eos" not in idle
+    logged = [record.getMessage() for record in caplog.records]
+    brief = "doctor: iteration 3: Every response gets the same score [alarm]: 3 (above 2)"
+    assert f"{brief}\n  what helps: {events[1].remedy}" in logged
 
 
 def test_an_alert_is_written_with_value_unit_cause_and_remedy(watched):

@@ -114,6 +114,9 @@ def test_each_case_is_found_in_time_and_by_its_own_detector_first(name: str) -> 
     described = found[0][1].describe()
     assert DETECTORS[name].title in described
     assert DETECTORS[name].measures in described
+    brief = found[0][1].describe(briefly=True)
+    assert DETECTORS[name].measures not in brief
+    assert brief.endswith(f" {found[0][1].threshold:g})")
 
 
 def test_an_engine_whose_log_probabilities_are_no_numbers_is_an_alarm() -> None:

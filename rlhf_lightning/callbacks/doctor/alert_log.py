@@ -59,17 +59,20 @@ class AlertLog:
         self._add(event, f"preflight, {check.name}: {check.found}", warns=not check.passed)
 
     def note_alert(self, iteration: int, transition: Transition, loggers: Iterable[Any]) -> None:
-        """Add an alert that was raised, changed or cleared, and send it to loggers that alert."""
+        """Add an alert that was raised, changed or cleared, and send it to loggers that alert.
+
+        The log has it briefly, with what helps on a second line.
+        """
         spec = DETECTORS[transition.detector]
         worse = transition.after > transition.before
         level, told = LEVELS[transition.after], transition.describe()
         numbers = (transition.reading.value, transition.threshold)
-        advice = ("", "") if transition.after == HEALTHY else (spec.cause, spec.remedy)
-        about = (*numbers, spec.unit, *advice)
+        cause, remedy = ("", "") if transition.after == HEALTHY else (spec.cause, spec.remedy)
+        about = (*numbers, spec.unit, cause, remedy)
         event = DoctorEvent(iteration, "alert", transition.detector, level, told, *about)
-        message = f"iteration {iteration}: {told}"
-        message += f". Usual cause: {spec.cause}. What helps: {spec.remedy}" if worse else ""
-        self._add(event, message, warns=worse)
+        brief = f"iteration {iteration}: {transition.describe(briefly=True)}"
+        self._add(event, brief + f"\n  what helps: {remedy}" * worse, warns=worse)
+        message = f"iteration {iteration}: {told}. Usual cause: {cause}. What helps: {remedy}"
         # W&B drops a second alert of one title within a minute: warning and alarm have their own.
         title = f"{spec.title} ({event.level})"
         for each in loggers if worse and self._writes else ():
