@@ -21,13 +21,16 @@ def row(spec: DetectorSpec) -> str:
     limits = DoctorThresholds()
     bounds = [key for key in spec.bound_keys if key]
     shown = {key: f"`{key}` {getattr(limits, key):g}" for key in spec.thresholds}
+    other = spec.without_model
     beyond = f"{spec.beyond} " + ", ".join(shown.pop(key) for key in bounds)
     cells = (
         f"`{spec.name}`: {spec.title[:1].lower()}{spec.title[1:]}",
         f"{spec.measures}, {spec.unit}",
         "; ".join((beyond, *shown.values())) + ("; serious" if spec.serious else ""),
-        spec.cause,
-        spec.remedy + (f"; `doctor=act` {spec.action.words}" if spec.action else ""),
+        spec.cause + (f"; without a reward model: {other[0]}" if other else ""),
+        spec.remedy
+        + (f"; without a reward model: {other[1]}" if other else "")
+        + (f"; `doctor=act` {spec.action.words}" if spec.action else ""),
     )
     return f"| {' | '.join(cells)} |\n"
 

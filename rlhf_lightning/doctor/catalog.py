@@ -62,8 +62,9 @@ _ALL = (
         "The score rises while the second scorer falls",
         "fall of the second scorer from its best while the score rose",
         "its standard deviations",
-        "the policy has found what the reward model pays for and people do not want",
-        "read the highest samples; stop or roll back; raise kl_coef; train it on pairs of them",
+        "the policy has found what the reward pays for and people do not want",
+        "read the highest samples; stop or roll back; raise kl_coef; correct the reward, a "
+        "model by pairs of them",
         "second_score",
         readings.fall_while_score_rose,
         {
@@ -87,6 +88,10 @@ _ALL = (
         bounds("agreement", 0.2, 0.0, floor="_floor", ge=-1, le=1),
         missing="one of the two scores does not vary",
         missing_with="reward_hacking",
+        without_model=(
+            "the reward measures something else, or one of the two is misread",
+            "read samples that the two score differently; correct the reward",
+        ),
     ),
     DetectorSpec(
         "length_bias",
@@ -99,6 +104,10 @@ _ALL = (
         readings.recent_size,
         bounds("length_bias", 0.5, 0.8, ge=0, le=1),
         missing="within a domain, score or length does not vary",
+        without_model=(
+            "the reward may pay for length, or longer responses (or shorter) are better here",
+            "read the highest samples; if the reward pays for length, bound the length in it",
+        ),
     ),
     DetectorSpec(
         "length_drift",
@@ -106,7 +115,7 @@ _ALL = (
         "excess of the longer over the shorter of recent and first response length",
         "share",
         "the reward pays for length, or responses are cut off or end at once",
-        "look at length_bias; balance pairs by length; check missing_eos_penalty and gamma",
+        "look at length_bias and what helps there; check missing_eos_penalty and gamma",
         "response_length",
         readings.relative_change,
         bounds("length_drift", 0.8, 1.5, gt=0),
@@ -132,7 +141,8 @@ _ALL = (
         "recent share of the most common response",
         "share",
         'one response scores well on any prompt, such as a refusal or "I don\'t know"',
-        "read that response and its score; label it against real responses; raise kl_coef",
+        "read that response and its score; correct the reward, a model by pairs with it; raise "
+        "kl_coef",
         "most_common",
         readings.recent,
         bounds("duplicates", 0.3, 0.5, gt=0, le=1),
@@ -159,7 +169,8 @@ _ALL = (
         "how far it has fallen behind the others since its best",
         "standard deviations",
         "the reward misjudges the domain or leaves it out, or its prompts are few",
-        "look at its samples; raise its weight (controls.domain_weights); add prompts or pairs",
+        "look at its samples; raise its weight (controls.domain_weights); add prompts, or "
+        "pairs to a reward model",
         DOMAIN,
         readings.fall_behind_others,
         {
@@ -179,7 +190,7 @@ _ALL = (
         "recent explained variance of the returns",
         "share",
         "the value model learns too slowly, was started badly, or scores are not centred",
-        "raise value_learning_rate; start it from the reward model "
+        "raise value_learning_rate; start it from a reward model "
         "(module.value_head=stored); set critic_warmup_iterations",
         "explained_variance",
         readings.recent_after_grace,
@@ -201,6 +212,10 @@ _ALL = (
         readings.ratio,
         bounds("saturation", 0.25, 0.1, floor="_floor", ge=0),
         begins=readings.from_baseline,
+        without_model=(
+            "the reward no longer tells these responses apart; whitened advantages are noise",
+            "stop here, or use harder prompts or a finer reward",
+        ),
     ),
     DetectorSpec(
         "groups",
@@ -303,6 +318,10 @@ _ALL = (
         missing="no prompt of doctor.harmful_domains",
         action=interventions.RAISE_KL_COEF,
         serious=True,
+        without_model=(
+            "the reward pays for complying, or not for refusing",
+            "roll back; let the reward pay for refusals of harmful prompts",
+        ),
     ),
     DetectorSpec(
         "update_size",

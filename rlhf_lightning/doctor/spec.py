@@ -75,6 +75,8 @@ class DetectorSpec:
         missing: why the measure may never be made.
         missing_with: another detector, whose reason holds where that had nothing to read either.
         unread: why there may be no value where the measure was made often enough.
+        without_model: cause and remedy of a reward that no model gives; None where they are the
+            same.
     """
 
     name: str
@@ -93,6 +95,13 @@ class DetectorSpec:
     missing: str = ""
     missing_with: str = ""
     unread: str = "the first iterations give nothing to compare with"
+    without_model: tuple[str, str] | None = None
+
+    def advice(self, *, scored_by_model: bool) -> tuple[str, str]:
+        """Return the usual cause and the fix, for a reward that a model gives or for another."""
+        if scored_by_model or self.without_model is None:
+            return self.cause, self.remedy
+        return self.without_model
 
     def measured_in(self, names: Iterable[str]) -> bool:
         """Return whether these metrics include the ones it reads."""

@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from rlhf_lightning.callbacks.doctor.callback import Doctor
+from rlhf_lightning.callbacks.doctor.callback import Doctor, scored_by_model
 from rlhf_lightning.callbacks.doctor.rollouts import Refusals
 from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.final_metrics import score_spread
+from rlhf_lightning.rollout.scorers.base import (
+    FunctionScorer,
+    RewardModelScorer,
+    WeightedScorer,
+)
 from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -63,14 +68,36 @@ def test_a_reward_that_never_varies_is_an_alarm_at_the_third_iteration(tmp_path,
         (3, "alert", "alarm"),
     ]
     assert "scores were the same 3, above 2" in events[1].message
+    logged = [record.getMessage() for record in caplog.records]
+    brief = "doctor: iteration 3: Every response gets the same score [alarm]: 3 (above 2)"
+    assert f"{brief}\n  what helps: {events[1].remedy}" in logged
     assert score_spread(rows) == {"rollout/score_std_max": 0.0}
     idle = {e.name: e.message for e in read_events(RunFolder(tmp_path).doctor) if e.kind == "idle"}
     assert "nothing to compare with" in idle["saturation"]
     assert idle["reward_hacking"] == "no second scorer"
     assert "missing_eos" not in idle
-    logged = [record.getMessage() for record in caplog.records]
-    brief = "doctor: iteration 3: Every response gets the same score [alarm]: 3 (above 2)"
-    assert f"{brief}\n  what helps: {events[1].remedy}" in logged
+
+
+class ModelScorer(TokenScorer):
+    holds = "model"
+
+
+@pytest.mark.parametrize(
+    ("scorer", "helps"),
+    [(TokenScorer, "bound the length in it"), (ModelScorer, "balance its pairs")],
+)
+def test_advice_on_length_is_that_of_a_reward_model_only_where_one_scores(tmp_path, scorer, helps):
+    fit(tmp_path, doctor_of(tmp_path), scorer=scorer(lambda ids, finished: float(len(ids))))
+    events = read_events(RunFolder(tmp_path).doctor)
+    alert = next(e for e in events if e.name == "length_bias" and e.kind == "alert")
+    assert helps in alert.remedy
+
+
+def test_a_weighted_sum_is_scored_by_a_model_if_a_part_is():
+    function = FunctionScorer(lambda completions: [0.0])
+    model = RewardModelScorer(lambda: None)
+    assert not scored_by_model(WeightedScorer({"f": function}))
+    assert scored_by_model(WeightedScorer({"f": function, "m": model}))
 
 
 def test_an_alert_is_written_with_value_unit_cause_and_remedy(watched):

@@ -58,7 +58,13 @@ class AlertLog:
         event = DoctorEvent(0, "check", check.name, level, check.found, remedy=remedy)
         self._add(event, f"preflight, {check.name}: {check.found}", warns=not check.passed)
 
-    def note_alert(self, iteration: int, transition: Transition, loggers: Iterable[Any]) -> None:
+    def note_alert(
+        self,
+        iteration: int,
+        transition: Transition,
+        loggers: Iterable[Any],
+        advice: tuple[str, str],
+    ) -> None:
         """Add an alert that was raised, changed or cleared, and send it to loggers that alert.
 
         The log has it briefly, with what helps on a second line.
@@ -67,7 +73,7 @@ class AlertLog:
         worse = transition.after > transition.before
         level, told = LEVELS[transition.after], transition.describe()
         numbers = (transition.reading.value, transition.threshold)
-        cause, remedy = ("", "") if transition.after == HEALTHY else (spec.cause, spec.remedy)
+        cause, remedy = ("", "") if transition.after == HEALTHY else advice
         about = (*numbers, spec.unit, cause, remedy)
         event = DoctorEvent(iteration, "alert", transition.detector, level, told, *about)
         brief = f"iteration {iteration}: {transition.describe(briefly=True)}"

@@ -30,7 +30,7 @@ from rlhf_lightning.doctor.preflight_checks import check_first_rollout
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.modules.metrics import LoggedNames
 from rlhf_lightning.modules.on_policy import OnPolicyModule
-from rlhf_lightning.rollout.scorers.base import Scorer
+from rlhf_lightning.rollout.scorers.base import Scorer, WeightedScorer
 from rlhf_lightning.rollout.teachers import ServerTeacher
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.doctor_log import DoctorEvent
@@ -63,6 +63,16 @@ def apply(module: OnPolicyModule, intervention: Intervention) -> None:
         groups, factors = scheduler.optimizer.param_groups, scheduler.lr_lambdas
         for group, base, factor in zip(groups, scheduler.base_lrs, factors, strict=True):
             group["lr"] = base * factor(scheduler.last_epoch)
+
+
+def scored_by_model(scorer: Any) -> bool:
+    """Return whether a model gives the reward, or a part of a weighted sum."""
+    parts = scorer.scorers.values() if isinstance(scorer, WeightedScorer) else ()
+    return hasattr(scorer, "holds") or any(map(scored_by_model, parts))
+
+
+def _advice(module: Any, detector: str) -> tuple[str, str]:
+    return DETECTORS[detector].advice(scored_by_model=scored_by_model(module.scorer))
 
 
 @dataclass(frozen=True)
@@ -211,7 +221,8 @@ class Doctor(Callback):
         fresh = fresh_metrics(trainer).items()
         logged = {name.partition("/")[2]: value for name, value in fresh if name.startswith(own)}
         for transition in self.detectors.observe(iteration, logged | measured):
-            self.alert_log.note_alert(iteration, transition, trainer.loggers)
+            advice = _advice(module, transition.detector)
+            self.alert_log.note_alert(iteration, transition, trainer.loggers, advice)
         self.alert_log.note_idle(iteration, self.detectors.idle)
         self._log(pl_module, measured)
         if self.actions is not None:
@@ -225,7 +236,7 @@ class Doctor(Callback):
         """
         if (request := self.request) is not None and request.kind == "stop":
             told = f"the doctor, after iteration {request.iteration}: {request.message}. Fix: "
-            told += f"{DETECTORS[request.name].remedy}, or actions.on_alarm=none, and "
+            told += f"{_advice(pl_module, request.name)[1]}, or actions.on_alarm=none, and "
             raise RunStoppedError(f"{told}ckpt_path={self.folder.last_checkpoint}")
 
     # -- going back and ending ----------------------------------------------------------------
