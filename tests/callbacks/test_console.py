@@ -156,3 +156,13 @@ def test_text_of_others_neither_steers_the_terminal_nor_is_left_out(tmp_path):
     assert "a[b]c" in re.sub(r"[│\s]", "", text)
     for part in ("[bold]x[/bold] [/y]", "[bold]z[/bold]", "gate [/x]"):
         assert part in text
+
+
+def test_an_empty_response_is_shown_as_such(tmp_path):
+    folder = fake_ppo_run(tmp_path, 3)
+    row = {"prompt": "x", "response": "\n", "baseline_response": "b"}
+    SamplesAppender(folder.samples).append(4, [row])
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=True, color_system="standard")
+    print_verdict(read_summary(folder), folder, console=console)
+    assert re.search(r"policy .*\x1b\[2m\(empty\)\x1b\[0m", out.getvalue())
