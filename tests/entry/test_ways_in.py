@@ -148,8 +148,6 @@ def test_no_stage_is_refused_for_the_default_lengths_of_a_short_context(name):
     ("line", "lengths"),
     [
         ("sft small prompts.jsonl data.max_length=96", ["evaluation.max_new_tokens=64"]),
-        # One that was given is refused where it is too long, and not changed.
-        ("sft small prompts.jsonl data.max_length=300 evaluation.max_new_tokens=40", []),
         ("sft wide prompts.jsonl", []),
         ("sft_smollm2_shell nested prompts.jsonl", []),
         ("sft_smollm2_shell small prompts.jsonl", ["data.max_length=128"]),
@@ -176,6 +174,15 @@ def test_a_length_is_lowered_only_where_it_does_not_fit_and_was_not_given(tmp_pa
     ("line", "told"),
     [
         ("dpoo small preferences.jsonl", "did you mean dpo"),
+        (
+            "sft small prompts.jsonl data.max_length=300 evaluation.max_new_tokens=40",
+            "data.max_length=300: the context of small has no room for so many tokens: use "
+            "data.max_length=128",
+        ),
+        (
+            "grpo small prompts.jsonl --reward reward.py:length data.max_prompt_length=120",
+            "use data.max_prompt_length=64",
+        ),
         (
             "dpo small",
             "a file of records (preferences), got small: write rlhf-train dpo MODEL FILE",

@@ -186,7 +186,13 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     ours = one.words(model, names[0], file, names[1])
     lengths = [each for each in others if _SAYS_LENGTHS.match(each)]
     ours += fitting_lengths(replaced(ours, lengths), model)
-    return replaced([*ours, *_reward_words(one, functions, models, others)], others)
+    told = replaced([*ours, *_reward_words(one, functions, models, others)], others)
+    if lengths and (fits := fitting_lengths(told, model)):
+        keys = {each.partition("=")[0] for each in fits}
+        given = " ".join(each for each in lengths if each.lstrip("+").partition("=")[0] in keys)
+        error = f"{given or 'these lengths'}: the context of {model} has no room for so many tokens"
+        raise ConfigError(f"{error}: use {' '.join(fits)}")
+    return told
 
 
 def _check_flags(words: Sequence[str]) -> None:
