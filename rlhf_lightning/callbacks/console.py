@@ -173,7 +173,9 @@ def _redirect_log() -> None:
     A handler holds the stream that it was made with, and would write into the bar.
     """
     streams = (sys.stdout, sys.stderr)
-    above = {each.rich_proxied_file: each for each in streams if isinstance(each, FileProxy)}
+    above: dict[Any, Any] = {
+        each.rich_proxied_file: each for each in streams if isinstance(each, FileProxy)
+    }
     for named in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(named, "handlers", ()):
             if isinstance(handler, logging.StreamHandler):
