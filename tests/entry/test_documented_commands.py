@@ -96,7 +96,7 @@ def stray_words(line: str, variables: dict[str, str]) -> list[str]:
         for before, word in zip(("", *words), words, strict=False)
         if not (OVERRIDE.fullmatch(word) or word.startswith("-") or before in TAKES_A_WORD)
         and not (
-            module in TAKES_FOLDERS and ("/" in word or word == "RUN" or word.endswith(".jsonl"))
+            module in TAKES_FOLDERS and ("/" in word or word.isupper() or word.endswith(".jsonl"))
         )
     ]
 
