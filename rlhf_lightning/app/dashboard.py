@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import DashboardSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.reports.charts import looked_at_first
-from rlhf_lightning.reports.compare import COLUMNS
 from rlhf_lightning.runs.folder import ITERATION
 from rlhf_lightning.runs.metric_catalog import QUANTITIES, capitalized, quantity
 
@@ -26,9 +23,8 @@ def run(settings: DashboardSettings) -> list[str]:
     """Make what `settings` ask for and return where it is, or its content.
 
     Raises:
-        ConfigError: if a run has no id, or no login is found.
+        ConfigError: if no login is found.
     """
-    runs = [run_id_of(str(name)) for name in settings.compare]
     entity = settings.entity or os.environ.get("WANDB_ENTITY")
     project = settings.project or os.environ.get("WANDB_PROJECT") or "rlhf_lightning"
     if settings.action == "print":
@@ -41,10 +37,7 @@ def run(settings: DashboardSettings) -> list[str]:
         import wandb
 
         entity = str(wandb.Api().default_entity)
-    places = [str(make_workspace(entity, project, settings.name).save().url)]
-    if runs:
-        places.append(str(make_report(entity, project, runs).save().url))
-    return places
+    return [str(make_workspace(entity, project, settings.name).save().url)]
 
 
 def sections() -> dict[str, list[str]]:
@@ -80,59 +73,6 @@ def make_workspace(entity: str, project: str, name: str) -> Any:
         settings=workspaces.WorkspaceSettings(x_axis=ITERATION),
         auto_generate_panels=True,
     )
-
-
-def make_report(entity: str, project: str, runs: Sequence[str]) -> Any:
-    """Return a report that compares runs: outcomes, what differs, curves, samples.
-
-    Args:
-        entity: owner of the project.
-        project: the project of both.
-        runs: ids of W&B runs.
-
-    Raises:
-        ConfigError: if wandb-workspaces is not installed.
-    """
-    _, reports = _libraries()
-    names = ", ".join(f"'{name}'" for name in runs)
-    runset = reports.Runset(
-        entity=entity, project=project, name="compared", filters=f"ID in [{names}]"
-    )
-    outcomes = [
-        reports.BarPlot(title=quantity(name).label, metrics=[reports.SummaryMetric(name)])
-        for name in COLUMNS
-    ]
-    blocks: list[Any] = [
-        reports.H1("Outcomes"),
-        reports.P("Final values on held-out prompts. Intervals are in each run's report.html."),
-        reports.PanelGrid(runsets=[runset], panels=outcomes),
-        reports.H1("What differs"),
-        reports.PanelGrid(runsets=[runset], panels=[reports.RunComparer(diff_only="split")]),
-    ]
-    for title, metrics in sections().items():
-        panels = [_panel(metric) for metric in metrics]
-        blocks += [reports.H1(title), reports.PanelGrid(runsets=[runset], panels=panels)]
-    return reports.Report(
-        entity=entity,
-        project=project,
-        title=f"{runs[0]} and {runs[1]}"[:128],
-        description="Two runs compared by rlhf_lightning.dashboard",
-        blocks=blocks,
-    )
-
-
-def run_id_of(name: str) -> str:
-    """Return the id of the W&B run of a run folder; any other name is an id already.
-
-    Raises:
-        ConfigError: if the folder holds no W&B run.
-    """
-    kept = Path(name, "wandb", "run_id")
-    if kept.is_file():
-        return kept.read_text("utf-8").strip()
-    if "/" in name or Path(name).is_dir():
-        raise ConfigError(f"compare: {name} has no W&B run: it was not run with logger=wandb")
-    return name
 
 
 def require_login() -> None:

@@ -28,16 +28,11 @@ def test_the_workspace_that_is_printed_holds_every_panel_with_iterations_as_its_
             assert sum(f'"{metric}"' in panel for panel in panels) == 1, metric
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [([], "wandb login"), (["compare=[one]"], "give two, or none")],
-)
-def test_what_cannot_work_is_refused_in_one_line(overrides, message, monkeypatch, tmp_path, capsys):
+def test_without_a_login_the_panels_are_named(monkeypatch, tmp_path, capsys):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(ConfigError, match=message):
-        run(load_settings(DashboardSettings, "dashboard", overrides))
-    said = capsys.readouterr().out
-    assert ("samples and distributions: held_out, best" in said) == (message == "wandb login")
+    with pytest.raises(ConfigError, match="wandb login"):
+        run(load_settings(DashboardSettings, "dashboard", []))
+    assert "samples and distributions: held_out, best" in capsys.readouterr().out

@@ -292,14 +292,6 @@ class DashboardSettings(CommandSettings):
     project: str | None = None
     entity: str | None = None
     name: str
-    compare: list[str | int] = Field(default_factory=list)
-
-    @field_validator("compare")
-    @classmethod
-    def _two_or_none(cls, runs: list[str | int]) -> list[str | int]:
-        if len(runs) not in (0, 2):
-            raise ValueError(f" has {len(runs)} runs: give two, or none")
-        return runs
 
 
 class PreviewModelSettings(Settings):
