@@ -58,8 +58,6 @@ from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_p
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
 from rlhf_lightning.runs.manifest import ManifestError, is_available, read_manifest
-from rlhf_lightning.runs.model_card import add_figures
-from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
@@ -358,10 +356,6 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
     begun = time.perf_counter()
     scorer, target = settings.scorer, settings.benchmark
     assert target is not None
-    source = None if scorer is None else scorer.get("source")
-    card = settings.policy if settings.compares_policies else source
-    if settings.card and (card is None or not (Path(card) / "README.md").is_file()):
-        raise ConfigError(f"card=true: {card} has no README.md: give an exported folder")
     lines: dict[str, object] = {"policy": settings.policy, "baseline": settings.baseline}
     if not settings.compares_policies:
         lines = {"scorer": scorer and (scorer.get("source") or scorer.path)}
@@ -371,16 +365,7 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
         metrics = _benchmark_figures(settings, target.build())
     seconds = {"total": time.perf_counter() - begun}
     summary = replace(summary, status="completed", seconds=seconds)
-    summary = _tell(settings, folder, summary, metrics)
-    if settings.card:
-        about = "; ".join(f"{key}: {value}" for key, value in lines.items())
-        of = ", ".join(target.get("tasks") or []) or Path(target.get("path") or "").name
-        title = f"{target.class_name.removesuffix('Benchmark')} {of}".strip()
-        try:
-            say(f"added to {add_figures(Path(str(card)), title, without_folders(about), metrics)}")
-        except (OSError, UnicodeError) as error:  # the figures are in the summary
-            say(f"not added to the card of {card}: {error}")
-    return summary
+    return _tell(settings, folder, summary, metrics)
 
 
 def _benchmark_figures(settings: EvaluateSettings, benchmark: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: its kind, origin, licence, final metrics and benchmarks."""
+"""The README.md of an exported model: its kind, origin, licence, and final metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from markupsafe import Markup
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.hub import UNKNOWN
 from rlhf_lightning.runs.jinja import environment
-from rlhf_lightning.runs.metric_catalog import bound_keys
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import GateResult
 from rlhf_lightning.runs.verdict import prefers_longer
@@ -87,43 +86,6 @@ def write_model_card(folder: Path, facts: CardFacts) -> Path:
     path = folder / "README.md"
     write_text(path, text)
     return path
-
-
-def add_figures(folder: Path, name: str, about: str, figures: Mapping[str, float]) -> Path:
-    """Add a benchmark's figures to the card of the model in `folder`.
-
-    Args:
-        folder: folder of the model.
-        name: name of the benchmark; an earlier entry of that name is replaced.
-        about: how it was measured, a line.
-        figures: figure by metric; the bounds of an interval follow their metric.
-
-    Raises:
-        OSError: if there is no `README.md`, or it cannot be written.
-        UnicodeError: if it is no text.
-    """
-    path = folder / "README.md"
-    text = path.read_text("utf-8")
-    known = plain(name).replace("--", "- -")  # which would end the comment
-    begin, end = (f"<!-- {mark} benchmark {known} -->" for mark in ("begin", "end"))
-    template = _TEMPLATES.get_template("card_figures.md")
-    section = f"{begin}\n{template.render(name=name, about=about, rows=_rows(figures))}{end}"
-    before, found, rest = text.partition(begin)
-    if not found:
-        before, rest = f"{text.rstrip()}\n\n", f"{end}\n"
-    write_text(path, before + section + rest.partition(end)[2])
-    return path
-
-
-def _rows(figures: Mapping[str, float]) -> list[tuple[str, float, str]]:
-    bounds = {key: bound_keys(key) for key in figures}
-    of_others = {bound for pair in bounds.values() for bound in pair}
-    rows = []
-    for key in sorted(figures.keys() - of_others):
-        low, high = (figures.get(bound) for bound in bounds[key])
-        interval = "" if low is None or high is None else f"{low:.4g} to {high:.4g}"
-        rows.append((key, figures[key], interval))
-    return rows
 
 
 def _front_matter(facts: CardFacts) -> ModelCardData:

@@ -73,9 +73,8 @@ def test_lm_eval_measures_both_sides_on_the_same_questions(tmp_path, start):
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "local.yaml").write_text(TASK.format(file=file))
     policy = shutil.copytree(start, tmp_path / "policy")
-    (policy / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
     words = [f"policy={policy}", f"baseline={start}", "scorer=none", "benchmark=lm_eval"]
-    words += [f"benchmark.include_path={tmp_path}/tasks", "card=true"]
+    words += [f"benchmark.include_path={tmp_path}/tasks"]
     found = evaluate(tmp_path / "run", *words, "benchmark.tasks=[local_pairs]").metrics
     assert found["benchmark/num_questions/task/local_pairs"] == 12
     of = "task/local_pairs"
@@ -85,9 +84,6 @@ def test_lm_eval_measures_both_sides_on_the_same_questions(tmp_path, start):
     low, high = (found[f"benchmark/acc_change_{end}/{of}"] for end in ("low", "high"))
     assert low == pytest.approx(-high)
     assert 0.4 < high < 0.6, "twelve answers that agree say little of the next one"
-    card = (policy / "README.md").read_text()
-    assert card.startswith("---\nlicense: mit\n---\n\n# Mine\n")
-    assert f"| benchmark/acc_change/{of} | 0 | {low:.4g} to {high:.4g} |" in card
 
 
 def test_an_ensemble_is_read_by_its_own_tokenizer_and_its_members_need_the_same(tmp_path, start):

@@ -4,7 +4,7 @@ import re
 
 from huggingface_hub import ModelCard, metadata_load
 
-from rlhf_lightning.runs.model_card import CardFacts, add_figures, write_model_card
+from rlhf_lightning.runs.model_card import CardFacts, write_model_card
 from rlhf_lightning.runs.summary import GateResult
 
 
@@ -39,21 +39,6 @@ def test_the_card_of_an_adapter_is_one_of_peft(tmp_path):
     assert "AutoPeftModelForCausalLM" in path.read_text()
 
 
-def test_the_figures_of_a_benchmark_replace_those_of_the_same_one_alone(tmp_path):
-    write_model_card(tmp_path, CardFacts("sft", "run_1", "base", "data"))
-    before = (tmp_path / "README.md").read_text()
-    add_figures(tmp_path, "one", "limit: 20", {"benchmark/acc": 0.5, "benchmark/acc_low": 0.25})
-    add_figures(tmp_path, "two", "all", {"benchmark/score": 0.75})
-    both = {"benchmark/acc": 0.625, "benchmark/acc_low": 0.5, "benchmark/acc_high": 0.75}
-    text = add_figures(tmp_path, "one", "all", both).read_text()
-    assert text.startswith(before.rstrip())
-    assert "limit: 20" not in text
-    assert "| benchmark/acc | 0.625 | 0.5 to 0.75 |" in text
-    assert "| benchmark/score | 0.75 |  |" in text
-    assert text.count("## Benchmark: one") == text.count("## Benchmark: two") == 1
-    assert add_figures(tmp_path, "one", "all", both).read_text() == text
-
-
 HOSTILE = "x|y <script>a</script> [link](http://evil) `code` *b* --> \x1b[2J\n# Heading"
 
 
@@ -71,7 +56,6 @@ def test_what_comes_from_outside_is_plain_text_of_a_card(tmp_path):
     )
     path = write_model_card(tmp_path, card)
     assert metadata_load(path)["datasets"] == [HOSTILE]
-    add_figures(tmp_path, HOSTILE, HOSTILE, {HOSTILE: 0.5})
     text = ModelCard.load(path).text
     outside_code = re.sub(r"(?<!\\)`[^`\n]*`", "", text)
     assert "<script" not in outside_code

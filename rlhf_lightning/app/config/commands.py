@@ -90,13 +90,10 @@ class EvaluateSettings(FiguresSettings):
     people: PeopleSettings
     best_of: BestOfSettings = BestOfSettings()
     benchmark: Benchmark | None = None
-    card: bool = False
     trainer: PrecisionSettings
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.card and self.benchmark is None:
-            raise ValueError("card=true adds the figures of a benchmark: choose benchmark=NAME")
         if self.human == "import" and self.people.run is None:
             raise ValueError("human=import needs people.run=FOLDER of the evaluation that exported")
         if self.evaluation.every_n_iterations is not None:
