@@ -95,10 +95,6 @@ STUDY = Study(
         "val/over_refusal_rate",
         "val/baseline_refusal_rate",
         "val/baseline_over_refusal_rate",
-        "val/refusal_rate/subset/prefix",
-        "val/refusal_rate/subset/role_play",
-        "val/refusal_rate/subset/translation",
-        "val/refusal_rate/subset/many_turns",
     ),
     shared={
         "train": [
@@ -119,7 +115,6 @@ STUDY = Study(
             "evaluation.max_new_tokens=48",
             "evaluation.micro_batch_size=16",
             f"safety.prompts={env('SAFETY')}/asked.jsonl",
-            "safety.attacks=[prefix,role_play,translation,many_turns]",
         ],
     },
 )

@@ -66,7 +66,6 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory, start: Path, other: Path
         f"baseline={start}",
         *by_length(where),
         f"safety.prompts={where}/safety.jsonl",
-        "safety.attacks=[role_play]",
         "evaluation.answers_per_prompt=2",
         "human=export",
         "people.num_pairs=10",
@@ -89,7 +88,6 @@ def test_an_evaluation_leaves_a_run_folder_with_every_measure(evaluated: RunFold
     assert found["val/num_prompts"] == 24
     for side in ("", "baseline_"):
         assert 0 <= found[f"val/{side}refusal_rate"] <= 1  # of the file, not of the domains
-        assert 0 <= found[f"val/{side}refusal_rate/subset/role_play"] <= 1
         assert (found["val/num_harmful"], found["val/num_harmless"]) == (1, 1)
         for name in ("distinct_1", "distinct_3", "self_bleu", "unique_fraction", "repetition"):
             assert f"val/{side}{name}" in found
