@@ -187,7 +187,6 @@ def _refuse(settings: TrainSettings) -> None:
     left: dict[str, tuple[Any, Any]] = {
         "ckpt_path": (settings.ckpt_path, None),
         "resume": (settings.resume, "never"),
-        "evaluation.larger_reward_model": (settings.evaluation.larger_reward_model, None),
     }
     if (ends := settings.select("doctor.actions.on_alarm")) == "rollback":
         left["doctor.actions.on_alarm"] = (ends, "none")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -14,15 +14,12 @@ from transformers import AutoConfig, PretrainedConfig
 from rlhf_lightning.app.config.commands import EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.data.encode import EncodedPreference
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.evaluation.compare import comparison_of, sample_sides, start_policy
 from rlhf_lightning.evaluation.final_metrics import Findings, held_out_loss, trained_findings
 from rlhf_lightning.evaluation.gates import check_gates
 from rlhf_lightning.evaluation.normalization import normalize_reward_model
-from rlhf_lightning.evaluation.reward_accuracy import score_pairs, share_right
 from rlhf_lightning.evaluation.safety import required_measures
-from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.precision import release_freed_memory
@@ -31,7 +28,6 @@ from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import GateResult
-from rlhf_lightning.text.tokenizers import check_same_tokenizer
 
 logger = logging.getLogger(__name__)
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -110,36 +106,21 @@ def _compared_policy(parts: TrainingComponents) -> Findings:
 
 
 def _normalized_model(parts: TrainingComponents) -> dict[str, float]:
-    """Hold a larger model against the reward model, if there is one, and normalize its scores."""
-    settings, metrics = parts.settings, _larger_model(parts)
-    evaluation = settings.evaluation
-    if num_answered(settings):
-        metrics |= normalize_reward_model(
-            cast(RewardModule, parts.module),
-            settings.data.source.build(),  # and not the pairs of `data.path`
-            over_long=parts.data.over_long,
-            max_new_tokens=evaluation.max_new_tokens,
-            max_prompt_length=prompt_length(settings),
-            temperature=evaluation.temperature,
-            batch_size=evaluation.batch_size,
-            micro_batch_size=evaluation.micro_batch_size,
-            seed=settings.seed,
-        )
-    return metrics
-
-
-def _larger_model(parts: TrainingComponents) -> dict[str, float]:
-    """Return the accuracy of a larger model, which tells noise and too small a model apart."""
-    rows = cast("Sequence[EncodedPreference]", parts.data.rows("validation"))
-    evaluation, tokenizer = parts.settings.evaluation, cast(Any, parts.module.tokenizer)
-    if (source := evaluation.larger_reward_model) is None or not rows:
+    """Normalize the scores of a reward model, unless that is switched off."""
+    settings, evaluation = parts.settings, parts.settings.evaluation
+    if not num_answered(settings):
         return {}
-    check_same_tokenizer(tokenizer, source, fix="train it on the same policy's tokenizer")
-    with parts.trainer.strategy.root_device:
-        model = frozen(load_scalar_model(source))
-    size, pad = evaluation.batch_size, int(tokenizer.pad_token_id)
-    scored = score_pairs(model, rows, batch_size=size, pad_token_id=pad)
-    return {"val/larger_model_accuracy": share_right(scored).mean}
+    return normalize_reward_model(
+        cast(RewardModule, parts.module),
+        settings.data.source.build(),  # and not the pairs of `data.path`
+        over_long=parts.data.over_long,
+        max_new_tokens=evaluation.max_new_tokens,
+        max_prompt_length=prompt_length(settings),
+        temperature=evaluation.temperature,
+        batch_size=evaluation.batch_size,
+        micro_batch_size=evaluation.micro_batch_size,
+        seed=settings.seed,
+    )
 
 
 def model_config(settings: TrainSettings) -> PretrainedConfig:

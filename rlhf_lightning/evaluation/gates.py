@@ -15,7 +15,6 @@ Gate = Mapping[str, Any]
 GAP = 0.05  # training minus held-out accuracy from which a model has learnt its pairs by heart
 NEAR = 0.03  # of the ceiling: nothing but the labels keeps it from being better
 LOW = 0.88  # ceiling of labels that are themselves what keeps accuracy down
-GAIN = 0.02  # what a larger model must add to show that size was missing
 PROXY_GAINED = 0.65  # win rate by the learnt score from which training has done its part, and
 PROXY_APART = 0.15  # how far the judge that counts then lags behind, to doubt the reward model
 MOVED = 0.02  # nats a token, below which a policy has hardly left its start
@@ -30,35 +29,26 @@ def explain_accuracy(accuracy: float, metrics: Metrics) -> str:
 
     The first that applies: overfitting, if accuracy on training pairs exceeds that on held-out ones
     by more than 0.05; noise, if the labels allow less than 0.88 and the interval of the held-out
-    accuracy reaches what lies 0.03 below that; capacity, if a larger model is better by 0.02; where
-    it is not, too little training if the labels are known to allow more, and noise if that is not
-    known; without a larger model, too little capacity or training if the labels are known to allow
-    more; else the measurement that would tell.
+    accuracy reaches what lies 0.03 below that; too little capacity or training if the labels are
+    known to allow more; else the run that would tell.
 
     Args:
         accuracy: value of `val/accuracy`.
         metrics: where measured `val/accuracy_high` (0.03 above it without),
-            `val/train_accuracy`, `val/label_ceiling` and `val/larger_model_accuracy`.
+            `val/train_accuracy` and `val/label_ceiling`.
     """
-    names = ("train_accuracy", "label_ceiling", "larger_model_accuracy", "accuracy_high")
-    train, ceiling, larger, high = (figure(metrics, f"val/{name}") for name in names)
+    names = ("train_accuracy", "label_ceiling", "accuracy_high")
+    train, ceiling, high = (figure(metrics, f"val/{name}") for name in names)
     high = accuracy + NEAR if high is None else high
     if train is not None and train - accuracy > GAP:
         fix = "Try fewer epochs, more pairs, label_smoothing or weight decay"
         return f"Overfitting: {train:.3f} on training pairs. {fix}"
     if ceiling is not None and ceiling < LOW and high >= ceiling - NEAR:
         return f"Noise: the labels allow no more than {ceiling:.3f}. Try more raters a pair"
-    if larger is not None and larger - accuracy > GAIN:
-        return f"Capacity: a larger model reaches {larger:.3f}. Try one of its size"
-    if larger is not None and ceiling is None:
-        return f"Noise: a larger model reaches {larger:.3f}, no more. Try more raters a pair"
-    if larger is not None:
-        return f"Too little training (the labels allow {ceiling:.3f}). Try more epochs or pairs"
     if ceiling is not None:
         fix = "Try more epochs or pairs, then a larger model"
         return f"Capacity or too little training: the labels allow {ceiling:.3f}. {fix}"
-    fix = "train a larger model and give it as evaluation.larger_reward_model"
-    return f"Noise or capacity: {fix}"
+    return "Noise or capacity: train a larger model on the same pairs and compare the two"
 
 
 def _explain(metric: str, bound: str, threshold: float, metrics: Metrics) -> str:

@@ -78,7 +78,8 @@ def test_a_gate_that_is_none_is_refused(gate, problem):
     [
         ({"train_accuracy": 0.95, "label_ceiling": 0.93}, "Overfitting: 0.950"),
         ({"label_ceiling": 0.85, "accuracy_high": 0.83}, "Noise: the labels allow no more than"),
-        ({"train_accuracy": 0.82, "larger_model_accuracy": 0.85}, "Capacity: a larger model"),
+        ({"train_accuracy": 0.82, "label_ceiling": 0.93}, "Capacity or too little training"),
+        ({"train_accuracy": 0.82}, "Noise or capacity"),
     ],
 )
 def test_the_cause_of_a_low_accuracy_follows_the_evidence(metrics, cause):

@@ -279,7 +279,6 @@ class EvaluationSettings(Settings):
     num_samples: CountOrZero = 24
     every_n_iterations: Count | None = None
     during_training: Count = 128
-    larger_reward_model: str | None = None
 
     @property
     def decoding(self) -> dict[str, Any]:

@@ -308,7 +308,6 @@ class TrainSettings(RunSettings):
             "safety": spec.trains_policy,
             "artifacts.ppo": spec.rolls_out,
             "evaluation.every_n_iterations": spec.rolls_out,
-            "evaluation.larger_reward_model": not spec.trains_policy,
         }
         return frozenset(key for key, reads in own.items() if not reads)
 
