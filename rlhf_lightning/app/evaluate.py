@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -57,7 +57,7 @@ from rlhf_lightning.preferences.annotation.store import StoreError
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
-from rlhf_lightning.runs.manifest import ManifestError, is_available, read_manifest
+from rlhf_lightning.runs.manifest import is_available
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
@@ -66,7 +66,6 @@ register()
 prepare_process()
 PEOPLE = "human"  # folder of what raters see, and of its key
 UNLIMITED = 1 << 30
-SPREAD = "reward/sample_std"  # by which the reward stage divided its scores
 _SCORED_BY = re.compile(r"(^|\.)sources?(\.\w+)?$")  # settings that name reward models
 _LEARNT = "{0} was trained on {1}: name what was held out from it, or write prompts.split=all"
 
@@ -214,7 +213,7 @@ def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) ->
     if not comparison.same_tokenizer:
         say("The tokenizers differ: the KL between the two is not measured.")
     answered = time.perf_counter()
-    judged = _judged(settings, folder, mine, theirs) | reward_spread(settings)
+    judged = _judged(settings, folder, mine, theirs)
     findings.write(folder, 0)
     SamplesAppender(folder.distributions).append(0, pool)
     now = time.perf_counter()
@@ -334,24 +333,6 @@ def _judged(
     return human.judge_measures(settings.judge.build(), mine, theirs, where, seed=settings.seed)
 
 
-def reward_spread(settings: EvaluateSettings) -> dict[str, float]:
-    """Return the reward stage's divisor of its scores: it makes a difference a log-odds.
-
-    Nothing where a difference is none: scores of several models, of a function or a service, and
-    those that the scorer scales or turns into probabilities itself.
-    """
-    scorer = settings.scorer
-    source = None if scorer is None else scorer.get("source")
-    if scorer is None or source is None or not Path(source).is_dir():
-        return {}
-    if scorer.get("output") == "probability" or scorer.get("std", 1.0) != 1.0:
-        return {}
-    with suppress(ManifestError):
-        metrics = read_manifest(source, verify=False).metrics
-        return {key: value for key, value in metrics.items() if key == SPREAD and value is not None}
-    return {}
-
-
 def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: Summary) -> Summary:
     begun = time.perf_counter()
     scorer, target = settings.scorer, settings.benchmark
@@ -417,7 +398,7 @@ def import_labels(settings: EvaluateSettings) -> Summary:
         summary = read_summary(folder)
         where = folder.path / PEOPLE
         key, labels = human.read_key(where), human.read_labels(where, file)
-        found = human.human_measures(key, labels, score_scale=summary.metrics.get(SPREAD))
+        found = human.human_measures(key, labels)
     kept = {k: v for k, v in summary.metrics.items() if not k.startswith("val/human_")}
     return _tell(settings, folder, summary, kept | found)
 

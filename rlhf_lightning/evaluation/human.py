@@ -15,7 +15,6 @@ from pathlib import Path
 
 from rlhf_lightning.data.splits import split_fraction
 from rlhf_lightning.evaluation.generate import PolicyAnswers
-from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, reward_check
 from rlhf_lightning.evaluation.win_rate import length_controlled_win_rate, share
 from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.annotators import Annotator, label_pairs
@@ -136,9 +135,7 @@ def labelling_command(folder: Path) -> str:
     return f"label with  {command}"
 
 
-def human_measures(
-    key: Sequence[KeyRow], labels: Iterable[Label], *, score_scale: float | None = None
-) -> dict[str, float]:
+def human_measures(key: Sequence[KeyRow], labels: Iterable[Label]) -> dict[str, float]:
     """Return people's win rate, their agreement, and a reward model's accuracy on their labels.
 
     A pair is won by the side that more of its raters chose; a tie, and `both_bad`, is half a vote
@@ -149,17 +146,15 @@ def human_measures(
     Args:
         key: key of the pairs.
         labels: labels by people.
-        score_scale: factor that turns the difference of two scores into a log-odds, such as the
-            standard deviation by which the reward model's head was normalized; None where it is not
-            known.
 
     Returns:
         `val/human_win_rate` with `_low` and `_high` (Wilson 95 %), `val/human_tie_rate`,
         `val/human_identical_rate` (the share of prompts with the same response from both),
         `val/human_num_pairs` (with a label), `val/human_num_labels`, `val/human_skipped` (pairs
         that were seen and skipped alone), `val/human_agreement` (of two raters of a pair, where
-        there are two) and, with scores, the metrics of `reward_check`; its calibration error only
-        with `score_scale`.
+        there are two) and, with scores, `val/human_reward_accuracy` (the share of pairs with a
+        winner that the scores rank alike, equal scores being wrong) with its interval, and
+        `val/human_reward_num_pairs`.
 
     Raises:
         ValueError: if no pair of the key was labelled.
@@ -174,16 +169,16 @@ def human_measures(
     found["val/human_skipped"] = float(sum(row.pair_id in seen for row in key) - len(labelled))
     if same := [a == b for given in votes for a, b in combinations(given, 2)]:
         found["val/human_agreement"] = sum(same) / len(same)
-    pairs = []
-    for row, won in labelled:
-        if row.policy_score is None or row.baseline_score is None or won == 0.5:
-            continue
-        mine = (row.policy_score, row.policy_length)
-        theirs = (row.baseline_score, row.baseline_length)
-        (chosen, length), (rejected, other) = (mine, theirs) if won > 0.5 else (theirs, mine)
-        pairs.append(ScoredPair(chosen, rejected, length, other))
-    if pairs:
-        found |= reward_check(pairs, "val/human_reward", scale=score_scale)
+    right = [
+        row.policy_score > row.baseline_score
+        if won > 0.5
+        else row.policy_score < row.baseline_score
+        for row, won in labelled
+        if row.policy_score is not None and row.baseline_score is not None and won != 0.5
+    ]
+    if right:
+        found |= share(sum(right), len(right)).named("val/human_reward_accuracy")
+        found["val/human_reward_num_pairs"] = float(len(right))
     return found
 
 

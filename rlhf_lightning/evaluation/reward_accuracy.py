@@ -9,8 +9,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torchmetrics.functional.classification import binary_calibration_error
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.encode import EncodedPreference, EncodedSequence
@@ -197,41 +195,6 @@ def _accuracy(pairs: Sequence[ScoredPair], cut: str = "", *, interval: bool) -> 
 
 
 BINS = 10
-
-
-def reward_check(
-    pairs: Sequence[ScoredPair], prefix: str, *, scale: float | None = 1.0
-) -> dict[str, float]:
-    """Return how a reward model ranks pairs whose better response is known.
-
-    Args:
-        pairs: the scores of both responses to different prompts.
-        prefix: prefix of the names.
-        scale: factor that makes log-odds of differences of scores; without it calibration is left
-            out.
-
-    Returns:
-        `<prefix>_accuracy` with `_low` and `_high` (Wilson 95 %; equal scores are wrong),
-        `_calibration_error` (mean gap of stated and observed preference over 10 bins, both orders
-        of a pair), and where lengths differ `_longer_wins_accuracy` (how often the better response
-        is the longer one), `_prefers_longer` (how often the model scores the longer one higher) and
-        `_length_bias`, the second minus the first.
-    """
-    measures = whole_metrics(pairs)
-    found = {f"{prefix}_{name.removeprefix('val/')}": value for name, value in measures.items()}
-    gap = np.array([pair.chosen - pair.rejected for pair in pairs])
-    longer = np.array([pair.chosen_length - pair.rejected_length for pair in pairs])
-    if scale is not None:
-        stated = torch.from_numpy(_stated(scale * np.concatenate([gap, -gap]))[0])
-        is_better = (torch.arange(len(stated)) < len(gap)).long()
-        error = binary_calibration_error(stated, is_better, n_bins=BINS)
-        found[f"{prefix}_calibration_error"] = float(error)
-    unequal = longer != 0
-    if unequal.any():
-        same = float((np.sign(gap[unequal]) == np.sign(longer[unequal])).mean())
-        found[f"{prefix}_prefers_longer"] = same
-        found[f"{prefix}_length_bias"] = same - measures["val/longer_wins_accuracy"]
-    return found
 
 
 def _stated(gaps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
-import torch
-from torchmetrics.classification import BinaryCalibrationError
 
 from rlhf_lightning.evaluation.human import (
     blind_pairs,
@@ -16,7 +13,6 @@ from rlhf_lightning.evaluation.human import (
     read_key,
     write_blind,
 )
-from rlhf_lightning.evaluation.reward_accuracy import ScoredPair, reward_check
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.preferences.annotators import RuleAnnotator, now
 from rlhf_lightning.preferences.judge import JudgeAnnotator
@@ -60,6 +56,9 @@ def test_the_win_rate_counts_majorities_ties_and_equal_answers():
     low, high = wilson_interval(2.5 + 2 / 7, 4 + 4 / 7, confidence=0.95)
     assert found["val/human_win_rate_low"] == pytest.approx(low)
     assert found["val/human_win_rate_high"] == pytest.approx(high)
+    # The scores rank the first two pairs as people do, and the third, which is split, against them.
+    reward = [found[f"val/human_reward_accuracy{end}"] for end in ("", "_low", "_high")]
+    assert reward == [2 / 3, *wilson_interval(2, 3, confidence=0.95)]
     assert found["val/human_reward_num_pairs"] == 3
 
 
@@ -130,26 +129,3 @@ def test_labels_that_are_missing_do_not_draw_the_win_rate_to_one_half():
     )
     assert some[ends[0]] < every[ends[0]] < 0.8 < every[ends[1]] < some[ends[1]]
     assert every["val/human_identical_rate"] == pytest.approx(0.4)
-
-
-def test_a_reward_model_is_checked_by_accuracy_calibration_and_length():
-    gaps = zip([2.0, 1.0, -0.5, 0.0, 3.0], [3, -2, 4, 1, 0], strict=True)
-    found = reward_check([ScoredPair(gap, 0.0, 9 + longer, 9) for gap, longer in gaps], "x")
-    assert found["x_accuracy"] == 3 / 5  # equal scores are wrong
-    assert (found["x_accuracy_low"], found["x_accuracy_high"]) == wilson_interval(
-        3, 5, confidence=0.95
-    )
-    assert found["x_longer_wins_accuracy"] == 3 / 4  # the better one is longer in 3 of 4
-    assert found["x_prefers_longer"] == 1 / 4  # of 2.0/+3, 1.0/-2, -0.5/+4, 0.0/+1 the first
-    assert found["x_length_bias"] == -0.5
-
-
-def test_the_calibration_error_is_that_of_torchmetrics():
-    gaps = np.random.default_rng(3).normal(0.8, 2.0, 400)
-    both_orders = torch.cat([torch.tensor(gaps), -torch.tensor(gaps)])
-    metric = BinaryCalibrationError(n_bins=10, norm="l1")
-    metric.update(both_orders.sigmoid().float(), torch.tensor([1] * 400 + [0] * 400))
-    pairs = [ScoredPair(gap, 0.0, 2, 1) for gap in gaps.tolist()]
-    found = reward_check(pairs, "x")["x_calibration_error"]
-    assert found == pytest.approx(float(metric.compute()), abs=1e-5)
-    assert found > 0.01
