@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,10 +28,7 @@ from rlhf_lightning.functional.surrogates import MaskingSurrogate, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams
 from rlhf_lightning.rollout.scorers.base import Responses
 
-logger = logging.getLogger(__name__)
-MANY_CLIPPED = 0.25  # share of the first scores; the doctor's `clipped_warn` too
 RATIO_BINS = 80  # of width 0.025 over [0, 2]
-CLIPPED = "rollout/clipped"
 TRUST_REGION = "trust_region_sums"  # not logged
 
 
@@ -216,7 +211,7 @@ def rollout_metrics(
     if scored < rows:
         measures["rollout/unscored"] = 1 - scored / rows
     if score_clip is not None:
-        measures[CLIPPED] = clipped / max(scored, 1.0)
+        measures["rollout/clipped"] = clipped / max(scored, 1.0)
     measures |= _group_metrics(rollout, rows, score_clip)
     if rollout.values is not None and rollout.returns is not None:
         measures |= _explained(rollout.values, rollout.returns, rollout.reward_mask, stage)
@@ -249,35 +244,6 @@ def novelty(responses: Responses) -> list[float]:
     start = sum(len(rows) for rows in ranks[: rank()])
     shares = novel_ngram_shares([row for rows in ranks for row in rows], n=2)
     return shares[start : start + len(own)]
-
-
-def warn_of_clip(
-    rollout: RolloutBatch, clip: float, key: str, share: float, iteration: int
-) -> bool:
-    """Warn if two different scores become equal, or if many scores are clipped; return whether.
-
-    Args:
-        rollout: rollout of this rank.
-        clip: value of `score_clip`.
-        key: place of `score_clip` in a configuration.
-        share: share of the scores of all ranks that are at the clip or beyond.
-        iteration: number of the iteration, from 0.
-    """
-    beyond = rollout.scores[rollout.scores.abs() >= clip]
-    sides = [side for side in (beyond[beyond < 0], beyond[beyond > 0]) if len(side)]
-    ends = [float(end) for side in sides for end in (side.min(), side.max())]
-    found = sorted({score for own in gathered(ends) for score in own})
-    pairs = [(a, b) for a, b in pairwise(found) if a * b > 0]
-    if not pairs and (iteration or share <= MANY_CLIPPED):
-        return False
-    if rank() == 0:
-        same = f" ({pairs[0][0]:g} and {pairs[0][1]:g})" if pairs else ""
-        logger.warning(
-            f"iteration {iteration + 1}: {100 * share:.0f} % of the scores are at {key}={clip:g} "
-            f"or beyond, and worth the same{same}: normalise the scorer (mean 0, std 1), or raise "
-            "score_clip (null does not clip)"
-        )
-    return True
 
 
 def _components(components: Mapping[str, Tensor]) -> dict[str, float]:

@@ -51,7 +51,6 @@ from rlhf_lightning.modules.checks import (
     exceeds_target_kl,
 )
 from rlhf_lightning.modules.metrics import (
-    CLIPPED,
     PhaseSeconds,
     RunningMeans,
     novelty,
@@ -60,7 +59,6 @@ from rlhf_lightning.modules.metrics import (
     sampler_metrics,
     trust_region_metrics,
     trust_region_sums,
-    warn_of_clip,
 )
 from rlhf_lightning.modules.non_finite import finite, non_finite_in_rollout
 from rlhf_lightning.modules.optimization import (
@@ -427,9 +425,6 @@ class OnPolicyModule(PolicyModule):
         sampled = rollout_metrics(rollout, self.stage, score_clip=self.score_clip)
         tokens = float(global_sum(rollout.response_mask.sum()))
         sampled |= sampler_metrics(rollout, self.algorithm, tokens)
-        if self.score_clip and sampled.get(CLIPPED) and not self.said_clipped:
-            key, share = f"module.{self.stage}.score_clip", sampled[CLIPPED]
-            self.said_clipped = warn_of_clip(rollout, self.score_clip, key, share, iteration)
         sampled |= trust_region_metrics(steps.totals, self.stage)
         measures: dict[str, Any] = finite(sampled | steps.means()) | {
             f"{self.stage}/skipped_steps": self.skipped.end_iteration(),

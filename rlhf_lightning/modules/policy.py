@@ -120,7 +120,6 @@ class PolicyModule(RLHFModule):
         self.noise = RowNoise(seed, "rollout")
         self.order = RowNoise(seed, "minibatches")
         self.controls = Controls.from_hparams(algorithm, sampling, f"module.{self.stage}")
-        self.said_clipped = False
         self.step_0 = Step0()
         self.pending = PendingGeneration()
         self.policy = None
