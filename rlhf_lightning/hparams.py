@@ -351,7 +351,7 @@ class PPOHparams(OnPolicyHparams):
         gae_lambda: lambda of generalized advantage estimation.
         gae_lambda_value: lambda of the value model's targets; None uses gae_lambda.
         gae_length_alpha: makes the lambda of a response's advantages grow with its length:
-            1 - 1 / (gae_length_alpha * length); None uses gae_lambda.
+            1 - 1 / (gae_length_alpha * length), 0 for shorter ones; None uses gae_lambda.
         num_ppo_epochs: passes over one rollout.
         num_value_epochs: passes of the value model over one rollout; None is num_ppo_epochs. The
             policy is trained in the last num_ppo_epochs of them.

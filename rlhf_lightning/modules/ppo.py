@@ -5,7 +5,6 @@ Read `OnPolicyModule.training_step` first. Legend: B rows of a rank, R response.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, Unpack
@@ -13,22 +12,17 @@ from typing import Any, ClassVar, Literal, Self, Unpack
 from torch import Tensor, nn
 
 from rlhf_lightning.arguments import PathOrName, checked
-from rlhf_lightning.batches import PromptBatch, RolloutBatch
-from rlhf_lightning.distributed.collectives import global_sum, rank, world_size
-from rlhf_lightning.functional.advantages import length_adaptive_lambda
+from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.functional.losses import clipped_value_loss
 from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.forward import response_values
 from rlhf_lightning.models.ppo_models import PPOModels, freeze_but, ppo_models
-from rlhf_lightning.modules.metrics import PhaseSeconds
 from rlhf_lightning.modules.on_policy import OnPolicyModule
 from rlhf_lightning.modules.optimization import Measured, StepCounts, Term, parameter_group
 from rlhf_lightning.modules.options import OnPolicyOptions, OnPolicyParts
 from rlhf_lightning.modules.pretrained import Start
 from rlhf_lightning.rollout.estimators import GAE
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer, Scorer
-
-logger = logging.getLogger(__name__)
 
 
 class PPOModule(OnPolicyModule):
@@ -125,24 +119,6 @@ class PPOModule(OnPolicyModule):
             value = str(reward)
         head: Any = value_head or ("zero" if value is None else "stored")
         return ppo_models(policy, value, value_head=head, **how)
-
-    def collect_rollout(
-        self, prompts: PromptBatch, iteration: int
-    ) -> tuple[RolloutBatch, PhaseSeconds]:
-        """Sample, evaluate and score; warn if the first responses are too short for lambda."""
-        rollout, seconds = super().collect_rollout(prompts, iteration)
-        alpha = getattr(self.estimator, "length_alpha", None)
-        if iteration == 0 and alpha is not None:
-            of_rows = length_adaptive_lambda(rollout.response_mask.sum(-1), alpha=alpha)
-            share = float(global_sum((of_rows == 0).sum())) / (len(rollout) * world_size())
-            if share > 0.5 and rank() == 0:
-                logger.warning(
-                    "module.ppo.gae_length_alpha=%g: lambda is 0 for %.0f %% of the first rollout, "
-                    "the responses of at most %d tokens, which learn from the value model alone: "
-                    "use 1.5 (SAO)",
-                    *(alpha, 100 * share, 1 / alpha),
-                )
-        return rollout, seconds
 
     def take(self, built: PPOModels) -> None:
         """Take the models, the value model too, of which a part may be frozen."""

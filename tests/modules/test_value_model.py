@@ -108,14 +108,6 @@ def test_lambda_by_length_counts_the_stop_token_and_is_of_the_advantages_alone()
         torch.testing.assert_close(returns, targets, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("alpha", [0.05, 1.5])
-def test_responses_too_short_for_their_lambda_are_named_once(alpha: float, caplog: Any) -> None:
-    fit(tiny_module(ppo=ppo_hparams(gae_length_alpha=alpha)), 2)
-    said = [text for text in caplog.messages if "gae_length_alpha" in text]
-    assert len(said) == (alpha == 0.05)
-    assert all("lambda is 0 for 100 % of the first rollout" in text for text in said)
-
-
 def test_a_pattern_that_matches_nothing_is_an_error_that_shows_names() -> None:
     module = tiny_module(ppo=ppo_hparams(value_trainable=["*.mlp.*", "*.experts.*"]))
     with pytest.raises(ValueError, match=r"'\*\.experts\.\*' matches no parameter .* like trunk"):
