@@ -1,8 +1,8 @@
 """All stages in a row, each judged by its gates: `python -m rlhf_lightning.pipeline`.
 
 A stage is a process with the command line that a person would type. It is done while its summary
-says `completed` with the hash of its settings, and the digests of what it read and made are those
-of `stages.json`.
+says `completed` with the hash of its settings, and the digests of what it read are those of
+`stages.json`.
 """
 
 from __future__ import annotations
@@ -63,21 +63,14 @@ class FailedRunError(RuntimeError):
 def advance(step: Step, folder: RunFolder) -> bool:
     """Run a step that is not done; return whether it was done before.
 
-    It is done if it has completed with these settings, and what it read and made is unchanged. A
-    run that cannot be continued gets another name: `reward` becomes `reward_before_1`.
+    It is done if it has completed with these settings, and what it read is unchanged. A run that
+    cannot be continued gets another name: `reward` becomes `reward_before_1`.
     """
     known, summary, read = read_record(folder).get(step.name), step.summary(), step.read()
-    same = known is not None and known["read"].items() <= read.items()
+    same = known is not None and known.items() <= read.items()
     completed = summary is not None and summary.status == "completed"
-    if known and same and completed:
-        made = step.made()
-        if known["made"] not in (None, made):
-            lost = ", ".join(k for k, digest in known["made"].items() if made.get(k) != digest)
-            raise FailedRunError(
-                f"{step.name}: what it made ({lost or 'nothing then'}) was changed since it "
-                f"completed: restore it, or remove {step.place} to run the stage again"
-            )
-        note(folder, step, {**read, **known["read"]}, made)
+    if same and completed:
+        note(folder, step, read)
         return True
     if is_claimed(step.place):
         raise FolderTakenError(f"another process writes {step.place}: wait for it, or end it")
@@ -85,7 +78,7 @@ def advance(step: Step, folder: RunFolder) -> bool:
     if step.place.exists() and not (same and unfinished):
         others = (step.place.with_name(f"{step.stage}_before_{n}") for n in count(1))
         step.place.rename(next(other for other in others if not other.exists()))
-    note(folder, step, read, None)
+    note(folder, step, read)
     code, summary = _wait_for(step.command_line()), step.summary()
     if code or summary is None or summary.status != "completed":
         what = "waits for people" if code == STOPPED[0] else f"ended with status {code}"
@@ -94,7 +87,7 @@ def advance(step: Step, folder: RunFolder) -> bool:
             code,
         )
     # Models of the built-in world may have been made by the run itself.
-    note(folder, step, {**step.read(), **read}, step.made())
+    note(folder, step, {**step.read(), **read})
     return False
 
 
@@ -115,15 +108,15 @@ def _wait_for(command: Sequence[str]) -> int:
         raise
 
 
-def read_record(folder: RunFolder) -> dict[str, Any]:
-    """Return what each stage of a pipeline has read and made, by its name."""
+def read_record(folder: RunFolder) -> dict[str, dict[str, str]]:
+    """Return the digests of what each stage of a pipeline has read, by its name."""
     file = folder.path / RECORD
     return json.loads(file.read_text("utf-8")) if file.is_file() else {}
 
 
-def note(folder: RunFolder, step: Step, read: Mapping[str, str], made: Any) -> None:
-    """Record what a stage reads and, at its end, what it made."""
-    record = read_record(folder) | {step.name: {"read": dict(read), "made": made}}
+def note(folder: RunFolder, step: Step, read: Mapping[str, str]) -> None:
+    """Record what a stage reads."""
+    record = read_record(folder) | {step.name: dict(read)}
     write_text(folder.path / RECORD, to_json(record, indent=2) + "\n")
 
 
@@ -135,7 +128,7 @@ def run(settings: PipelineSettings, folder: RunFolder) -> Summary:
 
     Raises:
         FolderTakenError: if a stage of an earlier call still runs.
-        FailedRunError: if a stage fails or has to wait, or if what it made was changed.
+        FailedRunError: if a stage fails or has to wait.
     """
     check_folder(settings, folder)
     keep_configuration(settings, folder)

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: their order, their command lines, and what they read and made."""
+"""The stages of a pipeline: their order, their command lines, and what they read."""
 
 from __future__ import annotations
 
@@ -107,17 +107,6 @@ class Step:
             is_read = key in named if group == "artifacts" else not {group, key} & _NOT_READ
             if is_read and key != "artifacts.publish":
                 found |= _digests(key, text)
-        return found
-
-    def made(self) -> dict[str, str]:
-        """Return the digests of what it has made: records or a model, and what it published."""
-        folders = {name: self.place / name for name in ("data", "export")}
-        if self.settings.select("artifacts.publish") and self.settings.paths.publish:
-            folders["artifact"] = Path(self.settings.artifacts.publish)
-        found: dict[str, str] = {}
-        for name, folder in folders.items():
-            with suppress(OSError, ManifestError):
-                found |= {name: content_digest(folder)} if folder.is_dir() else {}
         return found
 
 

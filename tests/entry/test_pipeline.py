@@ -142,7 +142,7 @@ def ended_base(cfg: PipelineSettings, place: Path, gate: GateResult) -> RunFolde
     made = new_summary("sft", seed=1, config_hash=step.settings.config_hash)
     made = replace(made, status="completed", metrics={"val/loss": 4.0}, gates=(gate,))
     write_summary(RunFolder(step.place).create(), made)
-    note(folder, step, step.read(), None)
+    note(folder, step, step.read())
     begun = new_summary("pipeline", seed=cfg.seed, config_hash=cfg.config_hash)
     write_summary(folder, replace(begun, status="stopped"))
     return folder
