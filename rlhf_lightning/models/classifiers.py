@@ -12,39 +12,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rlhf_lightning.functional.sequences import last_token_index
 from rlhf_lightning.models.building import reads_weights
+from rlhf_lightning.models.heads import ScalarHead
 from rlhf_lightning.models.loading import listed, load_whole, loading_options
 
 _HEADS = ("score", "classifier", "out_proj", "logits_proj")
-
-
-class Float32Linear(nn.Linear):
-    """A linear layer that is computed in fp32 whatever its weights and the autocast are.
-
-    In bf16 a score of 9 could only be 9 or 9.0625.
-
-    Args:
-        layer: gives the weights, which are not copied.
-    """
-
-    keeps_dtype = True  # where the model is sharded
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__(
-            layer.in_features, layer.out_features, layer.bias is not None, device="meta"
-        )
-        self.weight, self.bias = layer.weight, layer.bias
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return fp32 `[..., out_features]`."""
-        with torch.autocast(input.device.type, enabled=False):
-            bias = None if self.bias is None else self.bias.float()
-            return linear(input.float(), self.weight.float(), bias)
 
 
 class SequenceClassifier(nn.Module):
@@ -62,8 +38,8 @@ class SequenceClassifier(nn.Module):
         super().__init__()
         self.model: Any = model
         self.reads_last_token = isinstance(getattr(model, "score", None), nn.Linear)
-        for name, head in _heads(model).items():
-            model.set_submodule(name, Float32Linear(head))
+        for head in _heads(model).values():
+            head.float().__class__ = ScalarHead
         # What `export_scalar_model` leaves out of the head, which has no bias there.
         self.offset = float(getattr(model.config, "reward_offset", 0.0))
 

@@ -320,7 +320,7 @@ class ScalarHeadModel(nn.Module):
 
 
 class ScalarHead(nn.Linear):
-    """A `Linear(H, 1)` that is computed in its weights' dtype, forward and backward.
+    """A linear layer, `H` to 1, that is computed in its weights' dtype, forward and backward.
 
     Sharded, it is a separate unit, because the others gather their weights in the compute dtype: in
     bf16 a score of 9 could only be 9 or 9.0625.

@@ -52,7 +52,7 @@ def test_scores_are_fp32_numbers_under_bf16(model_type, dtype, tmp_path):
     exact = built(folder)(answers()).total
     scorer = built(folder, dtype=dtype)
     wanted = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
-    assert {p.dtype for p in scorer.model.parameters()} == {wanted}
+    assert {p.dtype for p in scorer.model.model.base_model.parameters()} == {wanted}
     outside = scorer(answers()).total
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = scorer(answers()).total
