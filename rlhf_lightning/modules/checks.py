@@ -121,7 +121,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_steps(trainer: Any) -> None:
-    """Check what Lightning refuses under manual optimization, before it does.
+    """Check what Lightning does not refuse under manual optimization, or fails in.
 
     Raises:
         ValueError: naming the flag, and the setting to use in its place.
@@ -139,19 +139,11 @@ def check_steps(trainer: Any) -> None:
                 "rates, as in rlhf-train -m module.sft.learning_rate=1e-5,3e-5; what fits memory "
                 "is micro_batch_size of the hyper-parameters, chosen where it is left out"
             )
-    for name, default in _DEFAULTS.items():
-        if (value := getattr(trainer, name)) is not None and value != default:
-            raise ValueError(f"Trainer({name}={value}): {_INSTEAD[name]}")
-
-
-_DEFAULTS = {"gradient_clip_val": None, "accumulate_grad_batches": 1, "overfit_batches": 0.0}
-_INSTEAD = {
-    "gradient_clip_val": "gradients are clipped by max_grad_norm of the hyper-parameters",
-    "accumulate_grad_batches": "an iteration is one batch of the DataModule's batch_size; "
-    "micro_batch_size of the hyper-parameters cuts it into what fits the memory",
-    "overfit_batches": "give a DataModule with no more rows than its batch_size, and "
-    "max_iterations=..., that is limit_train_batches",
-}
+    if trainer.overfit_batches:
+        raise ValueError(
+            f"Trainer(overfit_batches={trainer.overfit_batches}): give a DataModule with no more "
+            "rows than its batch_size, and max_iterations=..., that is limit_train_batches"
+        )
 
 
 def check_data(module: Any) -> None:
