@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from rlhf_lightning.models.cpu.attention import NAME
@@ -32,7 +31,6 @@ def packs_rows(model: nn.Module) -> bool:
         bool(parts)
         and weight is not None
         and weight.device.type == "cpu"
-        and not isinstance(weight, FakeTensor)
         and all(_packs(part.config) for part in parts)
     )
 

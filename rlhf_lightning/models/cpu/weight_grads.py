@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
@@ -20,8 +19,6 @@ from rlhf_lightning.models.cpu.products import product, product_dtype
 # Of a gradient, counted in fp32: what is widened at a time, and what is multiplied at a time.
 PART_BYTES = 4 * 2**20
 BLOCK_BYTES = 32 * 2**20
-# Of weights that are whole; a plan of the memory has fake ones.
-PLAIN_WEIGHTS = (nn.Parameter, FakeTensor)
 
 
 def adds_in_place(weight: Tensor) -> bool:
@@ -30,7 +27,7 @@ def adds_in_place(weight: Tensor) -> bool:
     Sharded weights and weights with hooks are left to autograd.
     """
     return (
-        type(weight) in PLAIN_WEIGHTS
+        type(weight) is nn.Parameter
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and not weight._backward_hooks
