@@ -56,7 +56,7 @@ from rlhf_lightning.models.precision import MIXED_BF16, in_precision
 from rlhf_lightning.preferences.annotation.store import StoreError
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.reports.page import write_report
-from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
@@ -201,21 +201,19 @@ def _compare(settings: EvaluateSettings, folder: RunFolder, summary: Summary) ->
     policy, baseline, comparison, lines = build_comparison(settings)
     summary = started(folder, summary, lines)
     built = time.perf_counter()
-    best_of, pool = dict[str, float](), list[dict[str, Any]]()
+    best_of: dict[str, float] = {}
     with in_precision(settings.trainer.precision, policy.model.device):
         mine = comparison.ask_policy(policy.model, baseline.model)
         theirs = comparison.ask_baseline(baseline.model)
         findings = comparison.findings(mine, theirs)
         if counts := sorted(set(settings.best_of.n)):
             size = settings.best_of.pool
-            best_of, scores = comparison.best_of(policy.model, theirs, counts, size=size)
-            pool = [{"held_out": "pool", "score": scores, "groups": [size] * mine.num_prompts}]
+            best_of = comparison.best_of(policy.model, theirs, counts, size=size)
     if not comparison.same_tokenizer:
         say("The tokenizers differ: the KL between the two is not measured.")
     answered = time.perf_counter()
     judged = _judged(settings, folder, mine, theirs)
     findings.write(folder, 0)
-    SamplesAppender(folder.distributions).append(0, pool)
     now = time.perf_counter()
     seconds = {"setup": built - begun, "answers": answered - built, "judges": now - answered}
     seconds |= {"total": now - begun}

@@ -150,8 +150,8 @@ class HeldOutComparison:
 
     def best_of(
         self, policy: PolicyModel, theirs: PolicyAnswers, counts: Sequence[int], *, size: int
-    ) -> tuple[dict[str, float], list[float]]:
-        """Return `best_of/<n>/...` of the policy against the baseline, and the scores of its pool.
+    ) -> dict[str, float]:
+        """Return `best_of/<n>/...` of the policy against the baseline.
 
         Args:
             policy: policy to sample from.
@@ -171,8 +171,7 @@ class HeldOutComparison:
         how: dict[str, Any] = {"size": size, "seed": self.seed, "gold": self.gold}
         pool = sample_pool(policy, batches, side.sampling, self.scorer, **how)
         rival = by_prompt(theirs.gold, theirs.num_prompts) if theirs.gold else None
-        found = measure_best_of(pool, counts, baseline_gold=rival)
-        return found, pool.scores.flatten().tolist()
+        return measure_best_of(pool, counts, baseline_gold=rival)
 
 
 def held_out_comparison(
