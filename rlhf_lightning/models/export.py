@@ -115,12 +115,7 @@ def export_scalar_model(
         vars(config).pop(name, None)
     with torch.device("meta"):  # the weights are those of `state`: no second copy
         classifier = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    prefix = f"{classifier.base_model_prefix}."
-    weights = {
-        prefix + k.removeprefix("trunk."): v.to(dtype)
-        for k, v in state.items()
-        if k.startswith("trunk.")
-    }
+    weights = rounded(weights_by_file_name(model, state), dtype)
     weights["score.weight"] = state["head.weight"].float()
     classifier.load_state_dict(weights, assign=True)
     classifier.save_pretrained(folder)
