@@ -58,6 +58,7 @@ from rlhf_lightning.distributed.launch import (
     forget_ranks,
     global_rank,
     own_agreements,
+    own_meeting_place,
 )
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
@@ -288,6 +289,7 @@ def _job(cfg: Any) -> float | None:
     folder, overrides = this_job()
     if in_sweep():
         as_single_run(overrides)
+        own_meeting_place()
     kind = str(cfg["stage"]).replace(".", "_").lower()  # of a configuration that is refused
     try:
         settings = command_settings("train", cfg, overrides)

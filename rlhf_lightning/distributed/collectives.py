@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -27,6 +28,7 @@ from rlhf_lightning.functional.masked import zero_off_mask
 BUCKET_ELEMENTS = 2**23  # of gradients exchanged at once
 REPLICATE, SHARD = "replicate", "shard"
 MEETING_PATIENCE = timedelta(minutes=10)  # for the first rank to start
+_asked = Counter[str]()  # how often rank 0 was asked for each value
 
 
 def world_size() -> int:
@@ -54,7 +56,7 @@ def value_of_rank_0(what: str, make: Callable[[], str], patience: timedelta) -> 
     rank 0 keeps at the port after the master's, which the process group will need for itself.
 
     Args:
-        what: its name, once in a process.
+        what: its name; ranks ask for it equally often, as in each job of a sweep.
         make: called on rank 0 alone.
         patience: how long others wait for rank 0.
 
@@ -63,7 +65,8 @@ def value_of_rank_0(what: str, make: Callable[[], str], patience: timedelta) -> 
     """
     store = _meeting_store()
     store.set_timeout(patience)
-    key = f"{what}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    _asked[what] += 1
+    key = f"{what}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_asked[what]}"
     if os.environ["RANK"] == "0":
         store.set(key, make())
     try:

@@ -138,6 +138,20 @@ def as_single_run(overrides: Sequence[str]) -> None:
     sys.argv = [sys.argv[0], *kept, *overrides]
 
 
+def own_meeting_place() -> None:
+    """Let the ranks of a launcher meet for this job of a sweep at a port of its own.
+
+    A store has the addresses of the job before for as long as it lives: torchrun's for the sweep.
+    """
+    if started_by_others():
+        from lightning.fabric.plugins.environments.lightning import find_free_network_port
+
+        from rlhf_lightning.distributed.collectives import value_of_rank_0
+
+        port = value_of_rank_0("port", lambda: str(find_free_network_port()), PATIENCE)
+        os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
 @contextmanager
 def own_agreements() -> Iterator[None]:
     """Drop what a run's processes agreed on, so that the next run in this process has its own."""

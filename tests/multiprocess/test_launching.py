@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.builders.command_lines import FEW
 from tests.builders.launch_files import LAUNCH, torchrun_words
@@ -147,11 +148,36 @@ def test_ranks_of_a_plain_environment_wait_for_what_rank_0_trains_first(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_each_job_of_a_sweep_trains_its_own_configuration_on_both_ranks(tmp_path):
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--nproc-per-node=2"]])
+def test_each_job_of_a_sweep_trains_its_own_configuration_on_both_ranks(tmp_path, launcher):
     # Without care rank 1 runs the whole sweep again; SameConfiguration would stop the run.
     sweep = ["-m", "+experiment=base", "strategy=ddp", *SETTINGS, "seed=3,4"]
-    done = run([*TRAIN, *sweep], tmp_path, timeout=450)
+    own = [*launcher, f"--master-port={free_port()}"] if launcher else []
+    done = run([*own, *TRAIN, *sweep], tmp_path, timeout=450)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     folders = runs_below(tmp_path / "outputs")
     assert [check_run(folder)["seed"] for folder in folders] == [3, 4]
     assert {folder.name for folder in folders} == {"0", "1"}
+
+
+JOBS = """
+import torch.distributed as dist
+from rlhf_lightning.distributed import launch
+from rlhf_lightning.distributed.collectives import check_same_on_all_ranks
+
+for job in range(3):
+    with launch.own_agreements():
+        launch.own_meeting_place()
+        assert launch.broadcast_from_rank0("start", lambda: f"job {job}") == f"job {job}"
+        dist.init_process_group("gloo")
+        check_same_on_all_ranks("job", str(job))
+        launch.forget_ranks()
+"""
+
+
+def test_ranks_meet_anew_for_each_job_of_a_sweep_under_torchrun(tmp_path):
+    (tmp_path / "jobs.py").write_text(JOBS)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun keeps
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    script = [str(tmp_path / "jobs.py")]
+    run_ranks(script, world_size=2, folder=tmp_path, timeout=60, environment=agent).check()
