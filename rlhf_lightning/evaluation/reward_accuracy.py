@@ -84,8 +84,7 @@ def pair_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
     For all pairs and for each subset: where the lengths differ by at most 10 % of the longer one
     (`_length_matched`), where the preferred response is the shorter one (`_chosen_shorter`), where
     it is the longer one (`_chosen_longer`). For each subset also all of it, with its interval and
-    "the longer one wins" (which leaves out equal lengths); and the accuracy in each domain, with
-    its interval. Equal scores are wrong. An empty part gives no metric. The name of a subset or a
+    "the longer one wins" (see `whole_metrics`); and the accuracy in each domain, with its interval. Equal scores are wrong. An empty part gives no metric. The name of a subset or a
     domain comes behind a whole key: `val/accuracy_low/subset/<name>`,
     `val/accuracy/domain/<name>`.
 
@@ -103,11 +102,13 @@ def pair_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
 
 
 def whole_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
-    """Return accuracy with its interval, and where lengths differ how often the longer one wins."""
-    found = _accuracy(pairs, interval=True)
-    gaps = [gap for p in pairs if (gap := p.chosen_length - p.rejected_length)]
-    longer = [gap > 0 for gap in gaps]
-    return found | ({"val/longer_wins_accuracy": sum(longer) / len(longer)} if longer else {})
+    """Return accuracy with its interval, and that of "the longer one wins" on the same pairs.
+
+    It has to guess which of two equally long responses is the better one: they count one half.
+    """
+    signs = [int(np.sign(p.chosen_length - p.rejected_length)) for p in pairs]
+    longer = {"val/longer_wins_accuracy": (sum(signs) / len(signs) + 1) / 2} if signs else {}
+    return _accuracy(pairs, interval=True) | longer
 
 
 def pair_values(

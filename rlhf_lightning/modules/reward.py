@@ -65,7 +65,7 @@ class RewardModule(RLHFModule):
     ) -> None:
         super().__init__(reward, model, **parts)
         self.model: ScalarHeadModel = None  # before configure_model
-        names = ("pairs", "right", "ties", "margin", "loss", "unequal", "longer_right")
+        names = ("pairs", "right", "ties", "margin", "loss", "longer_wins")
         self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.calibration = BinaryCalibrationError(n_bins=10, norm="l1")
         self.validated: list[tuple[bytes, bool]] = []  # prompt of a pair, whether it is right
@@ -189,8 +189,7 @@ class RewardModule(RLHFModule):
             "ties": difference == 0,
             "margin": difference,
             "loss": torch.nn.functional.softplus(-difference),
-            "unequal": longer != 0,
-            "longer_right": longer > 0,
+            "longer_wins": (longer.sign() + 1) / 2,  # which of equal lengths is a guess
         }
         for name, value in values.items():
             self.sums[name].update(value.float())
@@ -216,9 +215,8 @@ class RewardModule(RLHFModule):
             "val/margin": total["margin"] / pairs,
             "val/loss": total["loss"] / pairs,
             "val/calibration_error": float(self.calibration.compute()),
+            "val/longer_wins_accuracy": total["longer_wins"] / pairs,
         }
-        if total["unequal"]:  # else there is no longer one
-            measures["val/longer_wins_accuracy"] = total["longer_right"] / total["unequal"]
         self.log_dict(measures)
         self.log_validation_time()
 

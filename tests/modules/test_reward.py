@@ -159,7 +159,7 @@ def test_it_learns_pairs_and_validates_by_the_pair():
         "val/accuracy_ties_half": right / 8,
         "val/margin": float((chosen - rejected).mean()),
         "val/loss": float(-logsigmoid(chosen - rejected).mean()),
-        "val/longer_wins_accuracy": float((longer > 0).sum() / (longer != 0).sum()),
+        "val/longer_wins_accuracy": float((longer > 0).sum() + 0.5 * (longer == 0).sum()) / 8,
     }
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, abs=1e-5), name
@@ -180,11 +180,13 @@ def test_a_model_that_scores_all_alike_has_only_ties_and_is_not_calibrated_wrong
     assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_where_both_responses_are_always_as_long_the_longer_one_wins_nothing():
+def test_a_model_is_held_against_the_longer_one_wins_on_the_same_pairs():
     batch = preference_batch()
-    of_equal_lengths = replace(batch, rejected_length=batch.chosen_length)
-    assert "val/longer_wins_accuracy" in validated(tiny_reward(), batch)
-    assert "val/longer_wins_accuracy" not in validated(tiny_reward(), of_equal_lengths)
+    longer = batch.chosen_length.clone()
+    longer[0] += 1  # of the one pair that lengths tell apart, the preferred response
+    few = replace(batch, chosen_length=longer, rejected_length=batch.chosen_length)
+    half = 0.5 * (len(batch) - 1)
+    assert validated(tiny_reward(), few)["val/longer_wins_accuracy"] == (1 + half) / len(batch)
 
 
 def test_held_out_pairs_of_one_prompt_do_not_narrow_the_interval():
