@@ -263,3 +263,33 @@ def test_a_reward_model_from_python_shows_its_held_out_pairs(material, tmp_path)
     assert {"reliability", "wrong"} <= values.keys()
     assert "val/accuracy_chosen_longer" in metrics or "val/accuracy_chosen_shorter" in metrics
     assert f"Margins of {len(values['margin'])} pairs" in folder.report.read_text()
+    assert metrics["val/num_pairs"] == len(values["margin"])
+
+
+@pytest.mark.parametrize("cls", [RewardModule, DPOModule])
+def test_of_pairs_that_are_validated_in_part_the_number_is_that_of_the_part(
+    cls, material, tmp_path
+):
+    module = cls.from_pretrained(material["policy"])
+    source = FileSource(material["pairs"], validation_fraction=0.5)
+    data = PreferenceDataModule(source, module.tokenizer, batch_size=4)
+    fit_in(tmp_path, module, data, max_iterations=1, limit_val_batches=1)
+    validated = len(next(iter(data.val_dataloader())))
+    assert validated < len(data.rows("validation"))
+    assert read_summary(RunFolder(tmp_path)).metrics["val/num_pairs"] == validated
+
+
+def test_the_last_weights_are_validated_whatever_the_number_of_iterations(material, tmp_path):
+    fit_sft(material, tmp_path, max_iterations=5, validations=2)
+    measured = [row["iteration"] for row in rows(tmp_path) if "val/loss" in row]
+    assert measured == [2, 4, 5]
+    summary = read_summary(RunFolder(tmp_path))
+    assert summary.metrics["val/loss"] == rows(tmp_path)[-1]["val/loss"]
+    assert "validated" not in summary.about
+
+
+def test_figures_of_an_earlier_validation_are_said_to_be_so(material, tmp_path):
+    fit_sft(material, tmp_path, max_iterations=5, val_check_interval=3)
+    summary = read_summary(RunFolder(tmp_path))
+    assert summary.metrics["val/loss"] == rows(tmp_path)[2]["val/loss"]
+    assert summary.about["validated"] == "at iteration 3, not at the end"

@@ -37,6 +37,11 @@ class Validations(Callback):
             planned = [data.num_iterations, *([limit] if type(limit) is int else [])]
             trainer.val_check_interval = max(min(planned) // self.count, 1)
 
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Have the last iteration validated too, where the interval does not divide the run."""
+        if self.count and current_iteration(trainer) == last_iteration(trainer):
+            trainer.val_check_batch = 1
+
 
 def writes(trainer: Trainer) -> bool:
     """Return True on the rank that writes the run folder; `fast_dev_run` leaves nothing behind."""

@@ -188,11 +188,15 @@ class RunRecord(Callback):
         callbacks: list[Any] = cast(Any, trainer).callbacks
         best = next((c.ended_with for c in callbacks if isinstance(c, IterationCheckpoint)), None)
         last: dict[str, float] = {}
+        at, end, about = 0, best or current_iteration(trainer), dict(begun.about)
         rows = read_metrics(self.folder.metrics)
         # An evaluation every few iterations is one of the end only if it was made there.
         for row in rows[-1:] if getattr(trainer.lightning_module, "rolls_out", False) else rows:
-            if best is None or row[ITERATION] <= best:
-                last |= {k: v for k, v in row.items() if k.startswith("val/")}
+            found = {k: v for k, v in row.items() if k.startswith("val/")}
+            if found and row[ITERATION] <= end:
+                last, at = last | found, int(row[ITERATION])
+        if 0 < at < end:
+            about["validated"] = f"at iteration {at}, not at the end"
         # metrics.csv leaves a cell empty that is not finite: the one before it is not the last.
         latest = trainer.callback_metrics if best is None else {}
         for name in last.keys() & latest.keys():
@@ -201,8 +205,8 @@ class RunRecord(Callback):
                 logger.warning("%s is %s at the end: the summary has no figure", name, value)
         before = begun.seconds.get("total", 0.0)
         seconds = {"total": before + time.perf_counter() - self._started}
-        summary = replace(begun, metrics=last | findings.metrics, seconds=seconds, **ended)
-        summary = write_summary(self.folder, summary)  # with what the doctor said
+        ended |= {"metrics": last | findings.metrics, "about": about, "seconds": seconds}
+        summary = write_summary(self.folder, replace(begun, **ended))  # with what the doctor said
         findings.write(self.folder, current_iteration(trainer))
         if current_iteration(trainer):
             write_report(self.folder)

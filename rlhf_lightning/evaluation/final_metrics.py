@@ -97,8 +97,6 @@ def trained_findings(
     """
     metrics = data_counts(list(data.summaries.values())) | score_spread(rows)
     held_out = cast("Sequence[EncodedPreference]", data.rows("validation"))
-    if data.kind in ("preferences", "unpaired") and held_out:
-        metrics["val/num_pairs"] = float(len(held_out))
     if not pairs or not isinstance(module, RewardModule):
         return Findings(metrics)
     if (ceiling := getattr(data.source, "label_ceiling", None)) is not None:

@@ -84,9 +84,9 @@ def pair_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
     For all pairs and for each subset: where the lengths differ by at most 10 % of the longer one
     (`_length_matched`), where the preferred response is the shorter one (`_chosen_shorter`), where
     it is the longer one (`_chosen_longer`). For each subset also all of it, with its interval and
-    "the longer one wins" (see `whole_metrics`); and the accuracy in each domain, with its interval. Equal scores are wrong. An empty part gives no metric. The name of a subset or a
-    domain comes behind a whole key: `val/accuracy_low/subset/<name>`,
-    `val/accuracy/domain/<name>`.
+    "the longer one wins" (see `whole_metrics`); and the accuracy in each domain, with its interval.
+    Equal scores are wrong. An empty part gives no metric. The name of a subset or a domain comes
+    behind a whole key: `val/accuracy_low/subset/<name>`, `val/accuracy/domain/<name>`.
 
     Intervals are over prompts, of which several pairs are alike: see `interval_over_groups`.
     """

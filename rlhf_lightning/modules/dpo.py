@@ -257,6 +257,7 @@ class DPOModule(RLHFModule):
             measures = {f"val/{name}": value / pairs for name, value in total.items()}
         low, high = interval_over_groups(right.tolist(), prompts, confidence=CONFIDENCE)
         measures |= {"val/accuracy_low": low, "val/accuracy_high": high}
+        measures["val/num_pairs"] = float(len(rows))
         self.log_dict(measures)
         self.log_validation_time()
 

@@ -208,6 +208,7 @@ class RewardModule(RLHFModule):
         prompts, right = zip(*validated, strict=True)
         low, high = interval_over_groups(right, prompts, confidence=CONFIDENCE)
         measures = {
+            "val/num_pairs": pairs,
             "val/accuracy": total["right"] / pairs,
             "val/accuracy_low": low,
             "val/accuracy_high": high,
