@@ -18,6 +18,7 @@ from rlhf_lightning import (
     DemonstrationDataModule,
     DPOModule,
     FileSource,
+    FSDP2Strategy,
     PeriodicEvaluation,
     PPOHparams,
     PPOModule,
@@ -29,7 +30,9 @@ from rlhf_lightning import (
     compare,
     trainer_arguments,
 )
+from rlhf_lightning.distributed.collectives import leave_process_group
 from rlhf_lightning.runs.folder import RunFolder, read_samples
+from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.runs.verdict import verdict
 from tests.builders.library_runs import fit_in, rows
@@ -92,6 +95,22 @@ def test_a_loader_that_begins_again_at_a_resume_is_named(material, tmp_path, cap
         end = {"max_iterations": 4, "ckpt_path": "last"} if again else {"max_iterations": 2}
         fit_in(tmp_path / "run", module, data.train_dataloader(), **end)
         assert ("the loader may begin again" in caplog.text) == again
+
+
+def test_a_run_under_fsdp2_goes_on_in_its_folder_and_no_other_runs_over_it(material, tmp_path):
+    def fit(**given: Any) -> None:
+        fit_sft(material, tmp_path, strategy=FSDP2Strategy(compute_dtype=None), devices=1, **given)
+
+    try:
+        fit()
+        fit(max_iterations=4, ckpt_path="last")
+        before = read_summary(RunFolder(tmp_path))
+        with pytest.raises(FolderTakenError, match="holds a run"):
+            fit()
+    finally:
+        leave_process_group()
+    assert [row["iteration"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    assert read_summary(RunFolder(tmp_path)) == before
 
 
 def test_no_average_is_put_over_the_best_weights(material, tmp_path):

@@ -57,15 +57,19 @@ class RunRecord(Callback):
         places = Path(str(trainer.ckpt_path)).resolve().parents
         self._resumes = self.folder.path.resolve() in places
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget an earlier fit; an evaluation of its policy still adds to it."""
+        if stage == "fit":
+            self._resumes, self._summary = False, None
+
+    def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Claim the folder, which must be free unless its run is continued.
 
         Raises:
             FolderTakenError: on every rank, if it is not.
         """
-        module = cast(RLHFModule, pl_module)
+        module, resumes = cast(RLHFModule, pl_module), self._resumes
         stage, title = module.stage, module.title_of(module.algorithm)
-        resumes, self._resumes, self._summary = self._resumes, False, None
         if cast(Any, trainer).fast_dev_run:
             return
         taken = None
@@ -212,6 +216,27 @@ class RunRecord(Callback):
             write_report(self.folder)
             if trainer.progress_bar_callback is not None and not trainer.interrupted:
                 print_verdict(summary, self.folder)
+
+
+class RunStart(Callback):
+    """Begin a record before other callbacks write, once it is known whether its run is continued.
+
+    Args:
+        record: record of the run.
+    """
+
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin, unless the strategy loads a checkpoint behind this."""
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            self.record.begin(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin, if it does, as FSDP2 does."""
+        if trainer.strategy.restore_checkpoint_after_setup:
+            self.record.begin(trainer, pl_module)
 
 
 def _written_by_loggers(trainer: Trainer, folder: Path) -> set[str]:

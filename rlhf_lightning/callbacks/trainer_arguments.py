@@ -18,7 +18,7 @@ from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.exact_resume import RandomState
 from rlhf_lightning.callbacks.iterations import Validations
 from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
-from rlhf_lightning.callbacks.run_record import LastCheckpoint, RunRecord
+from rlhf_lightning.callbacks.run_record import LastCheckpoint, RunRecord, RunStart
 from rlhf_lightning.callbacks.run_tables import MetricsLog, SampleLog, SaveFaultyBatch
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.wandb_logger import WandbContent, wandb_logger
@@ -83,11 +83,13 @@ def trainer_arguments(
     run, given = RunFolder(Path(folder)), _listed(callbacks)
     saving = {"every_n_iterations": checkpoint_every_n_iterations, **(checkpoint or {})}
     samples = {"every_n_iterations": samples_every_n_iterations, "num_samples": num_samples}
+    kept = RunRecord(run)
     ours = [
+        *([RunStart(kept)] if record else []),
         SaveFaultyBatch(run),
         *(callback for callback in given if isinstance(callback, PeriodicEvaluation)),
         *_doctor(run, doctor, record),
-        *([RunRecord(run), LastCheckpoint(run)] if record else []),
+        *([kept, LastCheckpoint(run)] if record else []),
         RandomState(),
         *([] if "val_check_interval" in trainer else [Validations(validations)]),
         *_saving(run, saving, early_stopping, keeps=keeps),

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from rlhf_lightning.callbacks.iterations import current_iteration
-from rlhf_lightning.callbacks.run_record import RunRecord
+from rlhf_lightning.callbacks.run_record import RunRecord, RunStart
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.resume import checkpoint_iteration, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError
@@ -88,7 +88,8 @@ def test_a_run_of_the_library_that_is_told_to_stop_says_when_and_is_recorded_as_
     tmp_path, capfd
 ):
     folder = RunFolder(tmp_path)
-    told = [RunRecord(folder), Send(signal.SIGTERM, 3)]
+    record = RunRecord(folder)
+    told = [RunStart(record), record, Send(signal.SIGTERM, 3)]
     with pytest.raises(RunStoppedError):
         run(tmp_path, callbacks=told)
     said = "SIGTERM: the run stops, with a checkpoint, after this iteration\n"
