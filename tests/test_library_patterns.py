@@ -31,11 +31,13 @@ from rlhf_lightning import (
     trainer_arguments,
 )
 from rlhf_lightning.distributed.collectives import leave_process_group
+from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.runs.folder import RunFolder, read_samples
 from rlhf_lightning.runs.lock import FolderTakenError
 from rlhf_lightning.runs.summary import read_summary
 from rlhf_lightning.runs.verdict import verdict
 from tests.builders.library_runs import fit_in, rows
+from tests.builders.models import PAD, tiny_scalar_model
 from tests.builders.record_files import row_text, write, write_material
 
 pytestmark = pytest.mark.thorough
@@ -95,6 +97,20 @@ def test_a_loader_that_begins_again_at_a_resume_is_named(material, tmp_path, cap
         end = {"max_iterations": 4, "ckpt_path": "last"} if again else {"max_iterations": 2}
         fit_in(tmp_path / "run", module, data.train_dataloader(), **end)
         assert ("the loader may begin again" in caplog.text) == again
+
+
+def test_a_run_does_not_go_on_with_another_reward_model_of_the_same_name(material, tmp_path):
+    scorer, short = tmp_path / "reward", {"max_prompt_length": 20}
+    shutil.copytree(material["policy"], scorer)
+    for bias in (0.5, 0.0):
+        model = tiny_scalar_model("llama", bias=bias)
+        export_scalar_model(model, scorer, model.state_dict(), pad_token_id=PAD)
+        module = ppo(material, scorer)
+        data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, **short)
+        if bias:
+            fit_in(tmp_path / "run", module, data, max_iterations=1)
+    with pytest.raises(ValueError, match="trained with another reward model than"):
+        fit_in(tmp_path / "run", module, data, max_iterations=2, ckpt_path="last")
 
 
 def test_a_run_under_fsdp2_goes_on_in_its_folder_and_no_other_runs_over_it(material, tmp_path):

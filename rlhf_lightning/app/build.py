@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +34,7 @@ from rlhf_lightning.arguments import fitting
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.doctor.rollouts import Refusals
-from rlhf_lightning.callbacks.exact_resume import SameConfiguration, SameSources
+from rlhf_lightning.callbacks.exact_resume import SameConfiguration
 from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.tensorboard_logger import tensorboard_logger
 from rlhf_lightning.callbacks.trainer_arguments import trainer_arguments
@@ -55,7 +53,6 @@ from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.optimization import check_optimizer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
-from rlhf_lightning.runs.manifest import ManifestError, source_fingerprint
 from rlhf_lightning.runs.public_config import public_config
 from rlhf_lightning.runs.summary import (
     Summary,
@@ -170,14 +167,12 @@ def assemble(settings: TrainSettings, folder: RunFolder) -> TrainingComponents:
 
 
 def rollout_callbacks(settings: TrainSettings) -> list[L.Callback]:
-    """Return the check that scorers stay the same, and the evaluation every few iterations."""
-    node = cast(Target, settings.scorer).node()
-    own: list[L.Callback] = [SameSources(scorer_fingerprints(node), function_digests(node))]
-    if (every := settings.evaluation.every_n_iterations) is not None:
-        asked = comparison_arguments(settings) | settings.evaluation.decoding
-        asked["num_prompts"] = settings.evaluation.during_training
-        own.append(PeriodicEvaluation(every_n_iterations=every, **asked))
-    return own
+    """Return the evaluation every few iterations, if there is one."""
+    if (every := settings.evaluation.every_n_iterations) is None:
+        return []
+    asked = comparison_arguments(settings) | settings.evaluation.decoding
+    asked["num_prompts"] = settings.evaluation.during_training
+    return [PeriodicEvaluation(every_n_iterations=every, **asked)]
 
 
 def make_module(settings: TrainSettings) -> Any:
@@ -255,38 +250,6 @@ def count_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def scorer_fingerprints(scorer: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fingerprint of each model that a scorer loads, or that one inside it does.
-
-    What is no model folder is left out: loading it says what is wrong.
-    """
-    found: dict[str, str] = {}
-    for value in scorer.values():
-        if isinstance(value, Mapping):
-            found |= scorer_fingerprints(value)
-    for source in (scorer.get("source"), *scorer.get("sources", ())):
-        if not isinstance(source, str):
-            continue
-        with suppress(ManifestError):
-            found[source] = source_fingerprint(source, scorer.get("revision"))
-    return found
-
-
-def function_digests(scorer: Mapping[str, Any]) -> dict[str, str]:
-    """Return a SHA-256 of the file of each reward function of a scorer that has been built.
-
-    Functions of this package are left out: a run continues with a later version of it.
-    """
-    found: dict[str, str] = {}
-    for value in (text for key, text in texts(scorer) if key.rpartition(".")[2] == "function"):
-        place, colon, _ = value.rpartition(":")
-        module = sys.modules.get(value.rpartition(".")[0])
-        file = place if colon else getattr(module, "__file__", None)
-        if file is not None and not value.startswith("rlhf_lightning."):
-            found[value] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return found
 
 
 def make_trainer(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import random
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks
+from rlhf_lightning.modules.rewards import parts_of
+from rlhf_lightning.runs.manifest import ManifestError, content_digest, source_fingerprint
 from rlhf_lightning.runs.resume import CONFIG_HASH
 
 logger = logging.getLogger(__name__)
@@ -119,22 +124,25 @@ class SameConfiguration(Callback):
         checkpoint[CONFIG_HASH] = self.digest
 
 
-class SameSources(Callback):
+class SameRewards(Callback):
     """Refuses to train if a scorer's models or functions differ between ranks or from before.
 
-    They are not in the checkpoint; they are read from their source again.
-
-    Args:
-        models: fingerprint of each model that the scorer loads, by its folder or hub name.
-        functions: SHA-256 of the file of each reward function, by its name.
+    They are not in the checkpoint; they are read from their source again. A function that was given
+    itself, and not by its name, is not compared.
     """
 
-    def __init__(self, models: Mapping[str, str], functions: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
         # By what it is, and its key in a checkpoint.
-        self.found = {
-            ("reward model", "scorer_fingerprints"): dict(models),
-            ("reward function", "reward_functions"): dict(functions),
-        }
+        self.found: dict[tuple[str, str], Mapping[str, str]] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Read what the scorer is made of."""
+        scorer = getattr(pl_module, "scorer", None)
+        if stage == "fit" and scorer is not None:
+            self.found = {
+                ("reward model", "scorer_fingerprints"): scorer_fingerprints(scorer),
+                ("reward function", "reward_functions"): function_digests(scorer),
+            }
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare the ranks.
@@ -165,4 +173,36 @@ class SameSources(Callback):
                 continue
             changed = [f"{where} ({v[:12]})" for where, v in found.items() if v not in saved]
             now = ", ".join(changed) or "those that are left"
-            raise ValueError(f"trained with another {what} than {now}: restore it, or resume=never")
+            told = f"trained with another {what} than {now}"
+            raise ValueError(f"{told}: restore it, or begin a new run (resume=never)")
+
+
+def scorer_fingerprints(scorer: Any) -> dict[str, str]:
+    """Return the fingerprint of each model that a scorer loads by its name.
+
+    What is no model folder is left out: loading it says what is wrong.
+    """
+    found: dict[str, str] = {}
+    for part in parts_of(scorer):
+        for one in getattr(part, "members", [part]):  # of an ensemble
+            loads = getattr(getattr(one, "load", None), "keywords", {})
+            keys = ("source", "revision")
+            source, revision = (loads.get(key) or getattr(one, key, None) for key in keys)
+            if isinstance(source, str):
+                with suppress(ManifestError):
+                    found[source] = source_fingerprint(source, revision)
+    return found
+
+
+def function_digests(scorer: Any) -> dict[str, str]:
+    """Return a SHA-256 of the file of each function that a scorer was given by its name.
+
+    Functions of this package are left out: a run continues with a later version of it.
+    """
+    found: dict[str, str] = {}
+    for name in filter(None, (getattr(part, "function_name", None) for part in parts_of(scorer))):
+        place, colon, _ = name.rpartition(":")
+        file = place if colon else sys.modules[name.rpartition(".")[0]].__file__
+        if file is not None and not name.startswith("rlhf_lightning."):
+            found[name] = content_digest(Path(file))
+    return found

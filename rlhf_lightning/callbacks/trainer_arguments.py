@@ -15,7 +15,7 @@ from rlhf_lightning.arguments import Count, CountOrZero, Line, PathOrName, check
 from rlhf_lightning.callbacks import checkpointing
 from rlhf_lightning.callbacks.console import ProgressBar
 from rlhf_lightning.callbacks.doctor.callback import Doctor
-from rlhf_lightning.callbacks.exact_resume import RandomState
+from rlhf_lightning.callbacks.exact_resume import RandomState, SameRewards
 from rlhf_lightning.callbacks.iterations import Validations
 from rlhf_lightning.callbacks.periodic_evaluation import PeriodicEvaluation
 from rlhf_lightning.callbacks.run_record import LastCheckpoint, RunRecord, RunStart
@@ -91,6 +91,7 @@ def trainer_arguments(
         *_doctor(run, doctor, record),
         *([kept, LastCheckpoint(run)] if record else []),
         RandomState(),
+        SameRewards(),
         *([] if "val_check_interval" in trainer else [Validations(validations)]),
         *_saving(run, saving, early_stopping, keeps=keeps),
         WandbContent(**samples),

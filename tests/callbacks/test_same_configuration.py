@@ -8,18 +8,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from rlhf_lightning.app.build import function_digests
 from rlhf_lightning.app.train import run
-from rlhf_lightning.callbacks.exact_resume import SameConfiguration, SameSources
+from rlhf_lightning.callbacks.exact_resume import SameConfiguration, SameRewards, function_digests
 from rlhf_lightning.data.datamodules import DemonstrationDataModule
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.modules.base import RLHFModule
-from rlhf_lightning.rollout.scorers.functions import load_function
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, NoReward, WeightedScorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.builders.ranks import SimulatedRanks
@@ -35,30 +34,32 @@ def reward(folder: Path, score: str) -> str:
     return f"{file}:f"
 
 
+def rewards_of(scorer: Any) -> SameRewards:
+    callback = SameRewards()
+    callback.setup(NONE, cast(Any, SimpleNamespace(scorer=scorer)), "fit")
+    return callback
+
+
 def test_a_reward_function_has_the_digest_of_its_file(tmp_path):
     name = reward(tmp_path, "len(c)")
-    load_function(name)
+    inner = FunctionScorer(name)
     digest = hashlib.sha256((tmp_path / "reward.py").read_bytes()).hexdigest()
-    inner = {"function": name}
     assert function_digests(inner) == {name: digest}
-    assert function_digests({"components": {"a": {"scorer": inner}}}) == {name: digest}
-    assert set(function_digests({"function": "pytest.skip"})) == {"pytest.skip"}
-    ours = "rlhf_lightning.data.demo.gold.anything"
-    assert function_digests({"function": ours}) == {}
+    assert function_digests(WeightedScorer({"a": inner})) == {name: digest}
+    ours = "rlhf_lightning.rollout.scorers.verifiable.command_reward"
+    assert function_digests(FunctionScorer(ours)) == {}
 
 
-def test_a_function_that_was_edited_is_refused_at_a_resume():
+def test_a_function_that_was_edited_is_refused_at_a_resume(tmp_path):
     checkpoint: dict[str, Any] = {}
-    SameSources({"m": "1" * 64}, {"r.py:f": "a" * 64}).on_save_checkpoint(NONE, NONE, checkpoint)
-    SameSources({"m": "1" * 64}, {"moved.py:f": "a" * 64}).on_load_checkpoint(
-        NONE, NONE, checkpoint
-    )
-    edited = SameSources({"m": "1" * 64}, {"r.py:f": "b" * 64})
-    with pytest.raises(ValueError, match=r"reward function .*r\.py:f \(b{12}\)"):
+    name = reward(tmp_path, "len(c)")
+    rewards_of(FunctionScorer(name)).on_save_checkpoint(NONE, NONE, checkpoint)
+    (tmp_path / "moved").mkdir()
+    moved = rewards_of(FunctionScorer(reward(tmp_path / "moved", "len(c)")))
+    moved.on_load_checkpoint(NONE, NONE, checkpoint)
+    edited = rewards_of(FunctionScorer(reward(tmp_path, "-len(c)")))
+    with pytest.raises(ValueError, match=r"reward function .*reward\.py:f \(\w{12}\)"):
         edited.on_load_checkpoint(NONE, NONE, checkpoint)
-    other = SameSources({"m": "2" * 64}, {"r.py:f": "a" * 64})
-    with pytest.raises(ValueError, match="reward model"):
-        other.on_load_checkpoint(NONE, NONE, checkpoint)
     edited.on_load_checkpoint(NONE, NONE, {})  # of an older version
 
 
@@ -119,12 +120,14 @@ def test_other_configurations_are_named_before_the_data_that_they_change(monkeyp
 
 
 def test_ranks_with_another_reward_or_start_are_refused_on_each(monkeypatch):
-    function = refusals(
-        monkeypatch, lambda r: SameSources({}, {"f": f"{r}"}).on_fit_start(NONE, NONE)
-    )
-    assert ["same reward function" in text for text in function] == [True, True]
-    model = refusals(monkeypatch, lambda r: SameSources({"m": f"{r}"}, {}).on_fit_start(NONE, NONE))
-    assert ["same reward model" in text for text in model] == [True, True]
+    def other(rank: int, kind: int) -> None:
+        callback = rewards_of(NoReward())
+        callback.found[list(callback.found)[kind]] = {"it": f"{rank}"}
+        callback.on_fit_start(NONE, NONE)
+
+    for kind, what in enumerate(("reward model", "reward function")):
+        found = refusals(monkeypatch, lambda rank, kind=kind: other(rank, kind))
+        assert [f"same {what}" in text for text in found] == [True, True]
 
     def start(rank: int) -> None:
         module: Any = SimpleNamespace(fingerprint=f"{rank}", more_sources=())

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_lightning.app.build import scorer_fingerprints
 from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.callbacks.exact_resume import scorer_fingerprints
 from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams
 from rlhf_lightning.rollout.scorers.reward_models import RewardEnsembleScorer, combined
 from tests.builders.command_lines import settings_of
@@ -74,5 +74,5 @@ def test_an_ensemble_that_cannot_work_is_refused_before_anything_runs(overrides,
 
 def test_a_member_that_changes_under_a_run_is_noticed(tmp_path):
     # What is no folder counts by its name.
-    node = {"sources": ["org/one", "org/two"], "policy": "org/three"}
-    assert scorer_fingerprints(node) == {"org/one": "org/one", "org/two": "org/two"}
+    members = RewardEnsembleScorer(tiny_scalar_model, ["org/one", "org/two"])
+    assert scorer_fingerprints(members) == {"org/one": "org/one", "org/two": "org/two"}
