@@ -14,8 +14,8 @@ from rlhf_lightning.runs.folder import RunFolder
 class IterationTensorBoardLogger(TensorBoardLogger):
     """Lightning's logger with iterations as steps; a resumed run continues in the same folder.
 
-    TensorBoard shows an iteration once: the first row after a checkpoint hides what a killed or
-    rolled-back run logged from there on.
+    TensorBoard shows an iteration once: the first row hides what a killed or rolled-back run logged
+    there from that iteration on.
     """
 
     _begun = False
@@ -32,13 +32,12 @@ class IterationTensorBoardLogger(TensorBoardLogger):
         # NaN says that something was not measured.
         row = {k: float(v) for k, v in metrics.items() if k not in ("epoch", "step") and v == v}
         iteration = None if step is None else step + 1
-        if iteration is not None:
-            if iteration > 1 and not self._begun:
-                from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        if iteration is not None and not self._begun:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-                # As `purge_step` of the writer, which Lightning opens before it is known.
-                start = Event(session_log=SessionLog(status=SessionLog.START))
-                self.experiment._get_file_writer().add_event(start, iteration)
+            # As `purge_step` of the writer, which Lightning opens before it is known.
+            start = Event(session_log=SessionLog(status=SessionLog.START))
+            self.experiment._get_file_writer().add_event(start, iteration)
             self._begun = True
         super().log_metrics(row, iteration)
 

@@ -83,6 +83,17 @@ def test_tensorboard_has_every_point_of_a_run_that_was_killed_with_sigkill_and_r
             assert found == pytest.approx([row[name]] * max(len(found), 1), rel=1e-6), name
 
 
+def test_tensorboard_hides_what_a_run_logged_that_ended_before_its_first_checkpoint(tmp_path):
+    for rows in ((1.0, 2.0, 3.0), (4.0, 5.0)):
+        logger = tensorboard_logger(RunFolder(tmp_path))
+        for step, value in enumerate(rows):
+            logger.log_metrics({"ppo/loss": value}, step)
+        logger.finalize("success")
+        time.sleep(1.1)  # as below
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("ppo/loss")
+    assert [(event.step, event.value) for event in events] == [(1, 4.0), (2, 5.0)]
+
+
 def in_tensorboard(folder: Path, **settings: Any) -> None:
     if (folder / "tensorboard").exists():
         time.sleep(1.1)  # TensorBoard orders its files by the second in which they were begun
