@@ -15,6 +15,7 @@ from rlhf_lightning.reports.charts import Figure, Point, Series, line_chart, loo
 from rlhf_lightning.reports.page import saved_config
 from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples, write_text
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, ends, quantity, show
+from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import FEW
 
@@ -23,6 +24,7 @@ COLUMNS = (
     *("val/kl_per_token", "val/kl_per_response", "val/response_length", "val/distinct_2"),
 )
 NUM_CURVES = 6
+_MODELS = ("paths.artifacts", "paths.suffix", "paths.apart")  # where the models of a run are
 _HEAD = 250  # characters with which each page of ours begins
 
 
@@ -196,6 +198,10 @@ def _told_apart(folders: Sequence[RunFolder]) -> list[dict[str, str]]:
     """
     configs = [dict(_leaves(saved_config(folder))) for folder in folders]
     whole = [dict(_leaves(saved_config(folder, public=False))) for folder in folders]
+    for folder, config, own in zip(folders, configs, whole, strict=True):
+        beside = f"{folder.path.resolve().parent}/"  # as each pipeline has its own
+        own |= {key: own[key].replace(beside, "../") for key in _MODELS if key in own}
+        config |= {key: without_folders(own[key]) for key in _MODELS if key in own}
     values: dict[tuple[str, str], list[str | None]] = {}
     for config, own in zip(configs, whole, strict=True):
         for key, text in config.items():

@@ -101,3 +101,16 @@ def test_runs_on_models_in_folders_of_one_name_are_no_seeds_of_one(tmp_path):
     for figure in curves_of(runs):
         assert [name.partition(", ")[2] for name in figure.legends] == ["2 seeds"] * 2
     assert "/home/me" not in render_comparison(folders)
+
+
+def test_runs_that_differ_in_the_folder_of_their_models_are_no_seeds_of_one(tmp_path):
+    folders = [fake_ppo_run(tmp_path / name / "ppo", 8) for name in ("a", "b")]
+
+    def labels(*places: Path | str) -> list[str]:
+        for seed, (folder, place) in enumerate(zip(folders, places, strict=True)):
+            folder.config.write_text(f"seed: {seed}\npaths: {{artifacts: {place}}}\n")
+        return list(curves_of(read_runs(folders))[0].legends)
+
+    assert labels("old", "new") == ["seed=0 artifacts=old", "seed=1 artifacts=new"]
+    beside = [folder.path.parent / "artifacts" for folder in folders]
+    assert labels(*beside) == ["all runs, 2 seeds"], "a pipeline has its own"
