@@ -230,6 +230,8 @@ def test_without_held_out_rows_a_run_has_every_row_and_its_last_checkpoint(mater
     [
         ({"early_stopping": 1}, "this run does not validate"),
         ({"early_stopping": 1, "enable_checkpointing": False}, "enable_checkpointing=False keeps"),
+        ({"early_stopping": {"monitor": "val/accuracy"}}, "'val/accuracy' is no loss: mode=min or"),
+        ({"checkpoint": {"monitor": "rollout/score"}}, "checkpoint: monitor='rollout/score' is no"),
         ({"callbacks": StochasticWeightAveraging(1e-4)}, "a stage is one epoch.*EMAWeightAver"),
     ],
 )

@@ -373,6 +373,10 @@ def check_run(settings: TrainSettings) -> None:
     checkpoint, acts = settings.callbacks.checkpoint, settings.select("doctor.actions") is not None
     if checkpoint.mode == "max" and checkpoint.monitor is None and not acts:
         raise ConfigError("callbacks.checkpoint.mode=max needs callbacks.checkpoint.monitor=METRIC")
+    try:
+        IterationCheckpoint("checkpoints", **checkpoint_arguments(settings))
+    except ValueError as error:
+        raise ConfigError(f"callbacks.checkpoint.{error}") from error
     named = [(key, settings.select(key)) for key in ("data.path", "ckpt_path")]
     for key, path in (*named, *(("data.also", path) for path in settings.data.get("also") or ())):
         if path is not None and not Path(str(path)).exists():

@@ -42,6 +42,7 @@ _SAVE, _MAX_TIME = 1, 2
 _SIGNALS = {number: code for code, number in enumerate(STOP_SIGNALS, start=3)}
 _STOPS = {code: number.name for number, code in _SIGNALS.items()}
 _STOPS[_MAX_TIME] = "max_time of the Trainer is over"
+Mode = Literal["min", "max"]
 _STATE = ("best_model_score", "best_iteration", "monitor", "mode")
 
 
@@ -97,13 +98,13 @@ class IterationCheckpoint(Checkpoint):
         keep_last: how many of the newest to keep, not counting the best.
         monitor: the metric of the best checkpoint, None for no best. One of the validation, e.g.
             `val/loss`, is compared after each validation, another one at each save.
-        mode: whether the metric should be small or large.
+        mode: whether the metric should be small or large; None of a loss, which should be small.
 
     Attributes:
         ended_with: the iteration whose weights the run ended with, None if they are the last ones.
 
     Raises:
-        ValueError: for a number below 1 or an unknown mode.
+        ValueError: for a number below 1, or another metric than a loss without a mode.
     """
 
     @checked
@@ -115,13 +116,13 @@ class IterationCheckpoint(Checkpoint):
         every_minutes: Above0 | None = None,
         keep_last: Count = 2,
         monitor: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Mode | None = None,
     ) -> None:
         self.dirpath = Path(dirpath)
         self.every_n_iterations = every_n_iterations
         self.keep_last = keep_last
         self.monitor = monitor
-        self.mode = mode
+        self.mode = _mode_of(monitor, mode)
         self.best_model_score: float | None = None
         self.best_iteration: int | None = None
         self.ended_with: int | None = None
@@ -340,6 +341,13 @@ class IterationCheckpoint(Checkpoint):
         return self.dirpath / f"iteration={iteration:06d}.ckpt"
 
 
+def _mode_of(monitor: str | None, mode: Mode | None) -> Mode:
+    if mode is None and monitor is not None and not monitor.endswith("loss"):
+        fix = "mode=min or mode=max says if it should be small or large"
+        raise ValueError(f"monitor={monitor!r} is no loss: {fix}")
+    return mode or "min"
+
+
 def _may_stop_early(trainer: Trainer) -> bool:
     return any(isinstance(one, PatientStopping) for one in trainer.early_stopping_callbacks)
 
@@ -352,7 +360,7 @@ class PatientStopping(EarlyStopping):
     Args:
         monitor: the metric that has to improve.
         patience: validations without an improvement after which it stops.
-        mode: whether the metric should be small or large.
+        mode: whether the metric should be small or large; None of a loss.
         further: other arguments of Lightning's.
     """
 
@@ -362,10 +370,10 @@ class PatientStopping(EarlyStopping):
         monitor: Name,
         *,
         patience: CountOrZero = 3,
-        mode: Literal["min", "max"] = "min",
+        mode: Mode | None = None,
         **further: Any,
     ) -> None:
-        super().__init__(monitor, patience=patience, mode=mode, **further)
+        super().__init__(monitor, patience=patience, mode=_mode_of(monitor, mode), **further)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the metric, and name what stops the run when it first does."""

@@ -139,7 +139,7 @@ def _saving(
     stopping = {"patience": stops} if isinstance(stops, int) else stops
     watched = stopping.get("monitor", STOPS_BY)
     if saving.get("monitor") is None:
-        saving |= {"monitor": watched, "mode": stopping.get("mode", "min")}
+        saving |= {"monitor": watched, "mode": stopping.get("mode")}
     # Left to itself, Lightning looks at the end of the epoch where each iteration is validated.
     usual = {"monitor": watched, "check_on_train_epoch_end": False}
     ending = _made("early_stopping", checkpointing.PatientStopping, **{**usual, **stopping})

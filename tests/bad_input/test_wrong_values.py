@@ -240,6 +240,7 @@ VALUES = [
     ("+experiment=sft evaluation.every_n_iterations=2", "every_n_iterations=2", ""),
     ("+experiment=sft doctor=act", "doctor=act", ""),
     ("+experiment=ppo callbacks.checkpoint.mode=max", "mode=max", "checkpoint.monitor"),
+    ("+experiment=reward callbacks.checkpoint.monitor=val/accuracy", "val/accuracy", "mode=max"),
     ("+experiment=ppo module.seed=7", "module.seed", "seed"),
     ("+experiment=ppo safety.harmful=[]", "safety.harmful", "safety.prompts"),
     # missing, or a missing file

@@ -227,7 +227,7 @@ def test_going_back_to_an_older_checkpoint_removes_what_came_after(tmp_path):
 def test_a_monitor_nobody_logs_does_not_lose_the_run(tmp_path, save_every):
     monitor = "val/losss"
     with pytest.raises(ValueError, match=f"monitor='{monitor}'"):
-        run(tmp_path, num_iterations=4, monitor=monitor, save_every=save_every)
+        run(tmp_path, num_iterations=4, monitor=monitor, mode="min", save_every=save_every)
     trainer, _ = run(tmp_path, num_iterations=4, monitor=None, resume=True)
     assert newest_complete_checkpoint(RunFolder(tmp_path)) is not None
     assert trainer.fit_loop.epoch_loop.total_batch_idx == 3

@@ -225,7 +225,7 @@ class CheckpointSettings(Settings):
     every_minutes: Annotated[float, Field(gt=0, le=MOST_MINUTES)] | None = None
     keep_last: Count = 2
     monitor: str | None = None
-    mode: Literal["min", "max"] = "min"
+    mode: Literal["min", "max"] | None = None
 
 
 class SamplesSettings(Settings):
