@@ -287,6 +287,17 @@ def test_a_comparison_during_training_is_none_of_the_end(material, tmp_path):
     assert held_out(folder) == []
 
 
+def test_a_prediction_that_fails_leaves_the_record_of_the_run_alone(material, tmp_path):
+    module, folder = ppo(material), RunFolder(tmp_path)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+    trainer = fit_in(tmp_path, module, data, max_iterations=1)
+    compare(module, material["policy"], data, reward=length, num_prompts=2)
+    before = read_summary(folder)
+    with pytest.raises(TypeError, match="predict was given rows"):
+        trainer.predict(module, [{"prompt": "w1"}])
+    assert read_summary(folder) == before
+
+
 def test_a_reward_model_from_python_shows_its_held_out_pairs(material, tmp_path):
     folder = RunFolder(tmp_path / "run")
     module = RewardModule.from_pretrained(material["policy"])

@@ -57,18 +57,13 @@ class RunRecord(Callback):
         places = Path(str(trainer.ckpt_path)).resolve().parents
         self._resumes = self.folder.path.resolve() in places
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget an earlier fit; an evaluation of its policy still adds to it."""
-        if stage == "fit":
-            self._resumes, self._summary = False, None
-
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Claim the folder, which must be free unless its run is continued.
 
         Raises:
             FolderTakenError: on every rank, if it is not.
         """
-        module, resumes = cast(RLHFModule, pl_module), self._resumes
+        module, resumes, self._resumes = cast(RLHFModule, pl_module), self._resumes, False
         stage, title = module.stage, module.title_of(module.algorithm)
         if cast(Any, trainer).fast_dev_run:
             return
@@ -182,6 +177,11 @@ class RunRecord(Callback):
         error = (stop := stop_behind(exception)) or exception
         cause = f"{type(error).__name__}: {error}".splitlines()[0]
         self._end(trainer, status="failed" if stop is None else "stopped", cause=cause)
+        self._summary = None
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the run alone, which has ended: a prediction that fails is none of its ends."""
+        self._summary = None
 
     def _end(self, trainer: Trainer, findings: Findings | None = None, **ended: Any) -> None:
         with self._claim:
