@@ -261,7 +261,6 @@ def build_comparison(
             seed=settings.seed,
             setting="prompts.max_length",
             **asked,
-            once=True,
         )
     if comparison is None:
         raise ConfigError(f"prompts.max_length={longest} has no room for any prompt: raise it")

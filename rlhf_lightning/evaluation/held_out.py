@@ -201,7 +201,7 @@ def held_out_comparison(
         batch_size: rows of a batch.
         seed: seeds the choice of prompts, the noise and self-BLEU.
         setting: configuration key of the length, for messages.
-        **drawn: `num_prompts`, `over_long` and `once` of `encode_questions`.
+        **drawn: `num_prompts` and `over_long` of `encode_questions`.
 
     Raises:
         BadRecordError: for a file of safety prompts that cannot be read.
@@ -233,12 +233,12 @@ def encode_questions(
     num_prompts: int | None = None,
     seed: int = 1,
     over_long: OverLong = "drop",
-    once: bool = False,
 ) -> tuple[list[list[PromptBatch]], list[PromptRecord], Counter[str]]:
     """Return the prompts in the tokens of each tokenizer.
 
     A prompt that is too long for one of the tokenizers is left out for all, so that row i is one
-    prompt everywhere. Rows are numbered by prompt and response.
+    prompt everywhere. Records that say the same, their columns too, are asked once: an interval
+    takes prompts for independent. Rows are numbered by prompt and response.
 
     Args:
         records: records of the prompts.
@@ -249,7 +249,6 @@ def encode_questions(
         num_prompts: size of a random part; None for all.
         seed: seeds the choice of prompts.
         over_long: what to do with longer prompts.
-        once: ask records that say the same, their columns too, once.
 
     Returns:
         Batches by tokenizer, the records that are asked, and reason -> records that are not.
@@ -266,9 +265,9 @@ def encode_questions(
             unused[next(iter(report.dropped), BAD)] += 1
         else:
             short.append((record, rows))
-    drawn = validation_part(short, num_prompts, seed)
-    asked = first_of_each(drawn, lambda one: repr(one[0])) if once else drawn
-    unused.update({NOT_DRAWN: len(short) - len(drawn), REPEATED: len(drawn) - len(asked)})
+    different = first_of_each(short, lambda one: repr(one[0]))
+    asked = validation_part(different, num_prompts, seed)
+    unused.update({REPEATED: len(short) - len(different), NOT_DRAWN: len(different) - len(asked)})
     sides = [[rows[side] for _, rows in asked] for side in range(len(tokenizers))]
     give_same_columns(*sides)
     batches = []
@@ -306,6 +305,7 @@ def encode_safety_prompts(
     Raises:
         ValueError: if none of a kind is left.
     """
+    records = first_of_each(records, repr)
     batches, asked, _ = encode_questions(
         records, tokenizers, max_prompt_length=max_prompt_length, batch_size=batch_size
     )

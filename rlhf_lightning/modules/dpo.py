@@ -79,8 +79,7 @@ class DPOModule(RLHFModule):
         super().__init__(dpo, policy, **parts)
         self.references = ReferenceLogprobs(policy, dpo.micro_batch_size)
         self.policy = None
-        names = ("pairs", *MEASURES)
-        self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
+        self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in MEASURES})
         self.validated: list[list[float]] = []  # by row: see `validation_step`
         self.prompts: list[bytes] = []  # of these rows
 
@@ -238,7 +237,6 @@ class DPOModule(RLHFModule):
         if self.algorithm.kind == "kto":
             return
         _, sums = self.compared(batch, chosen, rejected, 1.0, "validation")
-        self.sums["pairs"].update(float(len(batch)))
         for name in MEASURES:
             self.sums[name].update(sums[f"dpo/{name}"])
 
@@ -253,8 +251,7 @@ class DPOModule(RLHFModule):
             chosen, rejected, *reference = rows.float().unbind(-1)  # as in the loss
             right = chosen - reference[0] > rejected - reference[1]
             total = {name: float(metric.compute()) for name, metric in self.sums.items()}
-            pairs = round(total.pop("pairs"))
-            measures = {f"val/{name}": value / pairs for name, value in total.items()}
+            measures = {f"val/{name}": value / len(rows) for name, value in total.items()}
         low, high = interval_over_groups(right.tolist(), prompts, confidence=CONFIDENCE)
         measures |= {"val/accuracy_low": low, "val/accuracy_high": high}
         measures["val/num_pairs"] = float(len(rows))

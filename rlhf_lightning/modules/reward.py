@@ -65,7 +65,7 @@ class RewardModule(RLHFModule):
     ) -> None:
         super().__init__(reward, model, **parts)
         self.model: ScalarHeadModel = None  # before configure_model
-        names = ("pairs", "right", "ties", "margin", "loss", "longer_wins")
+        names = ("margin", "loss", "longer_wins_accuracy")
         self.sums = torch.nn.ModuleDict({name: SumMetric("disable") for name in names})
         self.calibration = BinaryCalibrationError(n_bins=10, norm="l1")
         self.validated: list[tuple[bytes, bool]] = []  # prompt of a pair, whether it is right
@@ -184,12 +184,9 @@ class RewardModule(RLHFModule):
         difference = chosen - rejected  # [B]
         longer = batch.chosen_length - batch.rejected_length
         values = {
-            "pairs": torch.ones_like(difference),
-            "right": difference > 0,
-            "ties": difference == 0,
             "margin": difference,
             "loss": torch.nn.functional.softplus(-difference),
-            "longer_wins": (longer.sign() + 1) / 2,  # which of equal lengths is a guess
+            "longer_wins_accuracy": (longer.sign() + 1) / 2,  # which of equal lengths is a guess
         }
         for name, value in values.items():
             self.sums[name].update(value.float())
@@ -202,21 +199,17 @@ class RewardModule(RLHFModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log accuracy with its interval, margin, calibration, and "the longer one wins"."""
-        total = {name: float(metric.compute()) for name, metric in self.sums.items()}
-        pairs = total["pairs"]
         validated = [pair for part in gathered(self.validated) for pair in part]
         prompts, right = zip(*validated, strict=True)
+        pairs = len(right)
         low, high = interval_over_groups(right, prompts, confidence=CONFIDENCE)
         measures = {
-            "val/num_pairs": pairs,
-            "val/accuracy": total["right"] / pairs,
+            "val/num_pairs": float(pairs),
+            "val/accuracy": sum(right) / pairs,
             "val/accuracy_low": low,
             "val/accuracy_high": high,
-            "val/accuracy_ties_half": (total["right"] + 0.5 * total["ties"]) / pairs,
-            "val/margin": total["margin"] / pairs,
-            "val/loss": total["loss"] / pairs,
             "val/calibration_error": float(self.calibration.compute()),
-            "val/longer_wins_accuracy": total["longer_wins"] / pairs,
+            **{f"val/{name}": float(sum_.compute()) / pairs for name, sum_ in self.sums.items()},
         }
         self.log_dict(measures)
         self.log_validation_time()

@@ -53,9 +53,7 @@ def test_a_prompt_that_is_too_long_for_one_side_is_asked_of_neither():
 def test_a_prompt_with_other_documents_is_another_question():
     given = [{"documents": [{"text": name}]} for name in ("one", "two", "one")]
     records = [PromptRecord("w2 w3", variables=each) for each in given]
-    _, asked, unused = encode_questions(
-        records, [tokenizer()], max_prompt_length=5, batch_size=2, once=True
-    )
+    _, asked, unused = encode_questions(records, [tokenizer()], max_prompt_length=5, batch_size=2)
     assert [record.variables for record in asked] == given[:2]
     assert +unused == {"with the prompt of an earlier row": 1}
 
@@ -63,7 +61,7 @@ def test_a_prompt_with_other_documents_is_another_question():
 def test_a_prompt_with_another_answer_is_another_question():
     records = [PromptRecord("w2 w3", columns={"answer": each}) for each in ("4", "5", "4")]
     ((batch,),), asked, unused = encode_questions(
-        records, [tokenizer()], max_prompt_length=5, batch_size=4, once=True
+        records, [tokenizer()], max_prompt_length=5, batch_size=4, num_prompts=2
     )
     assert asked == records[:2]
     assert batch.columns["answer"] == ("4", "5")

@@ -156,7 +156,6 @@ def test_it_learns_pairs_and_validates_by_the_pair():
         "val/accuracy": right / 8,
         "val/accuracy_low": low,
         "val/accuracy_high": high,
-        "val/accuracy_ties_half": right / 8,
         "val/margin": float((chosen - rejected).mean()),
         "val/loss": float(-logsigmoid(chosen - rejected).mean()),
         "val/longer_wins_accuracy": float((longer > 0).sum() + 0.5 * (longer == 0).sum()) / 8,
@@ -175,7 +174,6 @@ def validated(module, batch: PreferenceBatch) -> dict[str, float]:
 def test_a_model_that_scores_all_alike_has_only_ties_and_is_not_calibrated_wrongly():
     metrics = validated(tiny_reward(init_std=0.0), preference_batch())
     assert metrics["val/accuracy"] == 0
-    assert metrics["val/accuracy_ties_half"] == 0.5
     assert metrics["val/calibration_error"] == pytest.approx(0, abs=1e-6)
     assert metrics["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
