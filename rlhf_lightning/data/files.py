@@ -11,7 +11,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,14 +28,15 @@ _SHARD = r"(-\d+-of-\d+(-[0-9a-f]{16})?)?"
 
 
 class TableRow(dict[str, Any]):
-    """A row of a table, or in memory, where a null may fill an object that had no such key.
+    """A row of a table, where a null may fill an object that had no such key.
 
     Args:
         values: value of each column.
-        objects: of each column the objects, with the keys whose null is fill.
+        objects: of each column the objects, with the keys whose null is fill; None where nobody
+            knows, as of rows in memory.
     """
 
-    def __init__(self, values: Row, objects: Mapping[str, Objects]) -> None:
+    def __init__(self, values: Row, objects: Mapping[str, Objects] | None) -> None:
         super().__init__(values)
         self.objects = objects
 
@@ -43,34 +44,14 @@ class TableRow(dict[str, Any]):
 def rows_of(rows: Any) -> Iterator[Any]:
     """Yield the rows of a `datasets.Dataset`, or those in memory.
 
-    What `datasets` reads from JSON, and rows whose objects differ in their keys, have no fill.
+    What `datasets` reads from JSON has no fill.
     """
-    objects: dict[str, Objects] = {}
-    if not hasattr(rows, "builder_name"):
-        found = [row for row in rows if isinstance(row, Mapping)]
-        names = dict.fromkeys(name for row in found for name in row)
-        objects = {name: objects_of(row.get(name) for row in found) for name in names}
-    elif rows.builder_name != "json":
-        objects = {field.name: objects_in(field.type) for field in rows.features.arrow_schema}
+    objects: dict[str, Objects] | None = None
+    if hasattr(rows, "builder_name"):
+        is_json = rows.builder_name == "json"
+        schema = () if is_json else rows.features.arrow_schema
+        objects = {field.name: objects_in(field.type) for field in schema}
     return (TableRow(row, objects) if isinstance(row, Mapping) else row for row in rows)
-
-
-def objects_of(values: Iterable[Any]) -> Objects:
-    """Return the objects of values in memory, if they have one set of keys as those of a table.
-
-    Where no key is null in some of them alone, a null was written.
-    """
-    some = [x.tolist() if str(getattr(x, "dtype", "")) == "object" else x for x in values]
-    some = [x for x in some if x is not None]
-    if some and all(isinstance(x, Mapping) and x.keys() == some[0].keys() for x in some):
-        columns = {key: [x[key] for x in some] for key in some[0]}
-        nulls = {key: sum(x is None for x in own) for key, own in columns.items()}
-        has_fill = any(0 < count < len(some) for count in nulls.values())
-        return {k: objects_of(own) for k, own in columns.items() if has_fill or not nulls[k]}
-    if some and all(isinstance(x, list | tuple) for x in some):
-        inside = objects_of(each for x in some for each in x)
-        return None if inside is None else [inside]
-    return None
 
 
 def objects_in(kind: Any) -> Objects:

@@ -116,8 +116,9 @@ class RowParser:
             k: None if type(v).__name__ in ("NAType", "NaTType") else v for k, v in row.items()
         }
         said = given
+        in_memory = isinstance(row, TableRow) and row.objects is None
         if isinstance(row, TableRow):
-            objects = row.objects
+            objects = row.objects or {}
             said = {key: without_fill(each, objects.get(key)) for key, each in given.items()}
         row = said
         if not any(self._columns.get(key) for key in TEXT_KEYS):
@@ -129,6 +130,8 @@ class RowParser:
         domain, rendered = ours.get("domain", ""), self._is_rendered(ours)
         if not isinstance(domain, str):
             raise wrong_value("domain", domain, "text", "write a name, or leave it out")
+        if in_memory:
+            _check_nulls(ours)
         if not rendered:
             ours = _with_messages(ours)
         name = self._format(ours, row, rendered)
@@ -222,6 +225,22 @@ def _missing(key: str, row: Row) -> BadValueError:
     meant = f"did you mean {hint!r}? Rename it, or pass " if hint else "pass "
     found = f"the key {key!r} is missing (found {names_in(row)})"
     return BadValueError(found, f"{meant}columns={{{key}: {hint or 'their_name'}}}")
+
+
+def _check_nulls(ours: Mapping[str, Any]) -> None:
+    """Refuse nulls that may be written, or fill the objects of a table that became a list."""
+    for key, value in ours.items():
+        if _holds_null(value, inside=key in _LISTS):
+            found = f"{key!r} has a null in a tool, call or document: written, or a table's fill"
+            raise BadValueError(found, "give the datasets.Dataset itself, or JSON of the value")
+
+
+def _holds_null(value: Any, *, inside: bool) -> bool:
+    """Return whether an object holds null, inside of a call's arguments if not `inside`."""
+    if isinstance(value, Mapping):
+        own = ((each, inside or key == "arguments") for key, each in value.items())
+        return any((x is None and inside) or _holds_null(x, inside=deep) for x, deep in own)
+    return isinstance(value, list) and any(_holds_null(x, inside=inside) for x in value)
 
 
 def _with_messages(ours: Mapping[str, Any]) -> dict[str, Any]:
