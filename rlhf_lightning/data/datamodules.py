@@ -5,7 +5,7 @@ Each takes the arguments of `RecordDataModule` that make sense for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -50,6 +50,7 @@ class PreferenceDataModule(RecordDataModule):
     of the folders and files `also` are added, as later rounds add theirs. They are read as those of
     the source are: with `columns` and `label_good` if they have the columns that these name, and
     always with `rendered`, `on_bad_record` and `system_into_user`. `path` is split as it is, too.
+    The sources of a mix must agree in these.
 
     With `group_by_prompt` pairs of a prompt come one after the other, so that a batch of many has
     few responses. A `RewardModule` without `micro_batch_size` reads each of them once (with one,
@@ -137,22 +138,38 @@ def _pairs_in(path: PathOrName, source: Any, **changed: Any) -> PreferenceFolder
 
     `columns` and `label_good` are those of the source where the path has the columns that they
     name; else it has our names, as what `rlhf_lightning.collect` wrote.
+
+    Raises:
+        ValueError: if the sources of a mix are read in several ways.
     """
     folder = PreferenceFolder(path, **changed)
-    if not isinstance(source, RowSource):
+    is_collected = (folder.folder_or_file / RELIABILITY).is_file()
+    ways = [{x.name: getattr(one, x.name) for x in fields(RowSource)} for one in _parts(source)]
+    if not ways or (is_collected and any(way != ways[0] for way in ways)):
         return folder
-    how = {own.name: getattr(source, own.name) for own in fields(RowSource)} | changed
+    how = ways[0] | changed
+    if keys := [key for key in how if any(way[key] != ways[0][key] for way in ways)]:
+        found = f"data.path or data.also {path}: the sources of the mix differ in {', '.join(keys)}"
+        raise ValueError(f"{found}: give them the same, or make the file a source of the mix")
     columns = how["columns"] or {}
     if columns or how["label_good"] is not None:
         named = {theirs for theirs in columns.values() if theirs is not None}
         located = chain.from_iterable(map(read_rows, folder.files("train")))
-        first = next((row for _, row in located if isinstance(row, Mapping)), {})
-        is_collected = (folder.folder_or_file / RELIABILITY).is_file()
-        if is_collected or (named and named.isdisjoint(first)):
+        known = {key for _, row in located if isinstance(row, Mapping) for key in row}
+        if is_collected or (named and named.isdisjoint(known)):
             how["columns"] = columns = {}
-        if columns.get("label", "label") not in first:
+        if columns.get("label", "label") not in known:
             how["label_good"] = None
     return PreferenceFolder(path, **how)
+
+
+def _parts(source: Any) -> Iterator[RowSource]:
+    """Yield the sources of rows that a source is made of, or it alone."""
+    if isinstance(source, RowSource):
+        yield source
+    inner = (getattr(source, "source", None), *getattr(source, "sources", ()))
+    for one in filter(None, inner):
+        yield from _parts(one)
 
 
 def balanced_by_length(rows: Sequence[EncodedPreference], seed: int) -> list[EncodedPreference]:

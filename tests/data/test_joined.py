@@ -93,6 +93,25 @@ def test_pairs_in_place_of_a_source_are_read_as_its_rows_are(tmp_path, tokenizer
     assert pair.prompt == ({"role": "user", "content": "s\n\nu"},)
 
 
+def test_pairs_beside_a_mix_are_read_as_its_sources_are(tmp_path, tokenizer):
+    rows = [{"chosen": "good", "rejected": "bad"} | ({"q": f"p{i}"} if i else {}) for i in range(3)]
+    path = write(tmp_path / "pairs.jsonl", rows)
+
+    def mix(*seeds):
+        how = {"columns": {"prompt": "q"}, "validation_fraction": 0.0, "on_bad_record": "skip"}
+        return MixedSource([FileSource(f"{n}.jsonl", seed=n, **how) for n in seeds], [1, 1])
+
+    assert [r.prompt for r in pairs_of(tokenizer, mix(1, 1), path)] == ["p1", "p2"]
+    with pytest.raises(
+        ValueError, match=r"pairs.jsonl: the sources of the mix differ in seed: give"
+    ):
+        pairs_of(tokenizer, mix(1, 2), path)
+    (tmp_path / RELIABILITY).write_text("{}")
+    for name in ("train", "validation"):
+        write(tmp_path / f"{name}.jsonl", PAIRS[:2])
+    assert len(pairs_of(tokenizer, mix(1, 2), tmp_path)) == 2
+
+
 def test_pairs_in_place_of_a_source_may_have_our_names_and_not_some_of_its(tmp_path, tokenizer):
     columns = {"prompt": "q", "domain": "about"}
     source = FileSource("prompts.jsonl", columns=columns, validation_fraction=0.0, label_good=1)
