@@ -73,8 +73,9 @@ class Labels:
         return labels
 
     def value(self, record: Record) -> Any:
-        """Return the label of a record's row; None without one."""
-        return None if self.column is None else record.origin.columns.get(self.column)
+        """Return the label of a record's row; None without one, which pandas writes as NaN."""
+        found = None if self.column is None else record.origin.columns.get(self.column)
+        return None if str(found).lower() == "nan" else found
 
     def is_good(self, record: Record) -> bool | None:
         """Return whether the response of a demonstration is good; None without a label.
@@ -87,7 +88,7 @@ class Labels:
             return None
         if self.good is not None:
             said, good = str(value), str(self.good)
-            if said != good and said.strip().casefold() == good.strip().casefold():
+            if said != good and _spelling(said) == _spelling(good):
                 found = f"the label {self.column!r} holds {said!r}, and label_good is {good!r}"
                 raise BadRecordError(record.place, found, "write both in one way")
             return said == good
@@ -113,6 +114,11 @@ class Labels:
                 text = f"the column {key!r} holds true and false, and is not read"
                 fix = f"if true says that a response is good set columns={{label: {key}}}, else "
                 raise BadRecordError(shown[0].place, text, fix + EVERY)
+
+
+def _spelling(label: str) -> str:
+    """Return a label without what a spreadsheet may change of it: 1 is 1.0."""
+    return label.strip().casefold().removesuffix(".0")
 
 
 NO_LABELS = Labels(None)

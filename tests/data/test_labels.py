@@ -49,10 +49,22 @@ def test_a_response_that_is_labelled_bad_is_no_demonstration(name, values, optio
     assert not any(record.origin.unread for record in unpaired)
 
 
-def test_a_label_that_differs_from_the_good_one_in_letters_alone_is_not_read_as_bad():
-    for spelled in ("Good", " good"):
-        with pytest.raises(ValueError, match="label_good is 'good'"):
-            records(rows("label", ("good", spelled, "bad")), "unpaired", label_good="good")
+@pytest.mark.parametrize(
+    ("good", "spelled", "bad"),
+    [("good", "Good", "bad"), ("good", " good", "bad"), (1, 1.0, 0), (1.0, "1", 0.0)],
+)
+def test_a_label_that_differs_from_the_good_one_in_letters_alone_is_not_read_as_bad(
+    good, spelled, bad
+):
+    with pytest.raises(ValueError, match=f"label_good is '{good}'"):
+        records(rows("label", (good, spelled, bad)), "unpaired", label_good=good)
+
+
+@pytest.mark.parametrize("missing", [float("nan"), "NaN", None, ""])
+def test_a_label_that_is_missing_is_not_read_as_bad(missing):
+    given = rows("label", ("good", missing))
+    with pytest.raises(BadRecordError, match="row 2: the row has no label"):
+        records(given, "unpaired", label_good="good")
 
 
 def test_the_label_of_messages_counts_too_and_a_pair_has_two():
