@@ -19,6 +19,7 @@ message would end the turn. Texts that spell one are refused, and disarmed for r
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -123,6 +124,8 @@ class TextEncoder:
         private = tokenizer("\U0010fffd", add_special_tokens=False, verbose=False)["input_ids"]
         self._drops_unknown = not private
         self._has_token: dict[str, bool] = {}
+        stops = any_of([tokenizer.eos_token or "", self.turn_end.token if self.turn_end else ""])
+        self._ended = re.compile(rf"({stops.pattern})(?:\s|{stops.pattern})+\Z")
 
     def remember(self, texts: Iterable[tuple[str, str | None]]) -> None:
         """Tokenize plain prompts, each with a response to it or alone, and forget others."""
@@ -135,7 +138,11 @@ class TextEncoder:
                 self._known[key] = self._cut(encoding, ids, key[1], key[0])
 
     def joined(self, prompt: str, response: str) -> tuple[str, int]:
-        """Return prompt and response as one text, and where the response starts in it."""
+        """Return prompt and response as one text, and where the response starts in it.
+
+        What a template wrote behind the first stop token that ends the response is left out.
+        """
+        response = self._ended.sub(r"\1", response)
         words = self._words_only and prompt and response
         apart = words and not (prompt[-1].isspace() or response[0].isspace())
         return f"{prompt} {response}" if apart else prompt + response, len(prompt)
@@ -283,7 +290,7 @@ def prompt_and_responses(
         given = _with_front(given, encoder)
     is_merged = any(whole.is_merged for whole in wholes)
     tails = [whole.ids[num_prompt:] for whole in wholes]
-    ends = [None if isinstance(prompt, str) else _end(tail, encoder) for tail in tails]
+    ends = [_end(tail, encoder, isinstance(prompt, str)) for tail in tails]
     ended = [
         end_with_eos(tail, encoder.eos) if end is None else tail[:end]
         for tail, end in zip(tails, ends, strict=True)
@@ -341,11 +348,13 @@ def _with_front(ids: list[int], encoder: TextEncoder) -> list[int]:
     return list(ids) if ids[: len(front)] == front else front + ids
 
 
-def _end(ids: list[int], encoder: TextEncoder) -> int | None:
+def _end(ids: list[int], encoder: TextEncoder, is_plain: bool) -> int | None:
     """Return how many of a response's ids go up to its first stop token behind the content."""
     end = encoder.turn_end
     if end is None:
         return None
+    if is_plain:
+        return len(ids) if ids[-1:] == [end.token_id] else None
     stops = [i for i, token in enumerate(ids) if token in (end.token_id, encoder.eos)]
     # Counted from the back: of several messages each may end with one.
     if len(stops) >= end.num_stops:

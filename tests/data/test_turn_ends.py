@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tokenizers import AddedToken
 
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.evaluation.benchmarks import written_responses
+from rlhf_lightning.text.render import write_chat
 from rlhf_lightning.text.tokenizers import check_same_tokenizer, stop_ids
 from tests.builders.encoding import encode_all, encode_one
 from tests.builders.tokenizers import FAMILIES, family_tokenizer
@@ -48,6 +51,21 @@ def test_every_stage_ends_an_answer_at_its_first_stop_token(family):
         assert [i for i, token in enumerate(ids) if token in stops] == [len(ids) - 1]
     (together,), _ = encode_all([DemonstrationRecord(ASKED, said("so"))], tokenizer, max_length=500)
     assert together.input_ids.tolist() == shown.input_ids.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_text_that_was_rendered_ends_where_the_conversation_does(family):
+    tokenizer = family_tokenizer(family)
+    chat = encode_one(DemonstrationRecord(ASKED, said("so")), tokenizer, max_length=500)
+    prompt = write_chat(ASKED, tokenizer)
+    response = write_chat((*ASKED, *said("so")), tokenizer, add_generation_prompt=False)
+    text = DemonstrationRecord(prompt, response.removeprefix(prompt), rendered=True)
+    (row,), _ = encode_all([text], tokenizer, max_length=500)
+    assert tokenizer.decode(row.input_ids[row.loss_mask]) == f"so{FAMILIES[family][-1]}"
+    assert row.input_ids.tolist() == chat.input_ids.tolist()
+    two = replace(text, completion=f"{text.completion}more")
+    ended = encode_one(two, tokenizer, max_length=500)
+    assert tokenizer.decode(ended.input_ids).endswith(f"more{tokenizer.eos_token}")
 
 
 def test_a_reward_model_whose_template_ends_answers_elsewhere_is_refused(tmp_path):
