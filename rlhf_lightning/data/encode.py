@@ -165,9 +165,10 @@ class RecordEncoder:
         """Return the rows of a record: one, or several turns of it, or none where it is left out.
 
         Raises:
-            ValueError: if the tokenizer has no chat template, or no EOS token.
-            BadRecordError: if the chat template refuses the record, does not write all of it, or
-                does not keep the prompt as a prefix, unless such records are skipped.
+            ValueError: if the tokenizer has no EOS token.
+            BadRecordError: if there is no chat template for a conversation, or it refuses the
+                record, does not write all of it, or does not keep the prompt as a prefix, unless
+                such records are skipped.
         """
         try:
             rows = self._rows(record)

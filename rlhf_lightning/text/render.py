@@ -70,12 +70,12 @@ def write_chat(
     Tools are given as servers give them, `{"type": "function", "function": {...}}`.
 
     Raises:
-        ValueError: if the tokenizer has no chat template.
+        BadValueError: if the tokenizer has no chat template.
         ChatTemplateError: if the template refuses the conversation.
     """
     if not tokenizer.chat_template:
         fix = "set model.chat_template=FILE or NAME (in Python chat_template=), or use plain text"
-        raise ValueError(f"the tokenizer has no chat template for conversations: {fix}")
+        raise BadValueError("the tokenizer has no chat template for conversations", fix)
     further = dict(variables or {})
     if isinstance(further.get("tools"), list | tuple):
         further["tools"] = [_as_function(tool) for tool in further["tools"]]
@@ -105,7 +105,7 @@ def render_chat(
         trained: indices of the messages that are trained on: their thoughts must be written.
 
     Raises:
-        ValueError: if the tokenizer has no chat template.
+        BadValueError: if the tokenizer has no chat template.
         ChatTemplateError: if the template refuses the conversation, or does not write all of it.
     """
     options = {"add_generation_prompt": add_generation_prompt}

@@ -156,6 +156,11 @@ def test_a_record_that_its_template_does_not_write_is_named_or_left_out(template
     assert [" row 2: " in message for message in report.skipped] == [True]
 
 
+def test_a_conversation_that_meets_no_template_is_a_bad_record():
+    with pytest.raises(BadRecordError, match=r"row 1: .*no chat template.*model\.chat_template="):
+        encoded([QUESTION], None)
+
+
 LIST = "{% for p in m.content %}{{ p.text }}{% endfor %}"
 
 
