@@ -162,7 +162,8 @@ class Judgement:
 def letter_probabilities(top_tokens: Mapping[str, float]) -> dict[str, float] | None:
     """Return the probabilities of A, B and C among themselves.
 
-    None if none of them is among the tokens, or one has a log-probability that is none.
+    None if a judge says something else, a thought for example: they have less than half of the
+    probability. So it is where one has a log-probability that is none.
     """
     found = dict.fromkeys(LETTERS, 0.0)
     for token, logprob in top_tokens.items():
@@ -171,7 +172,7 @@ def letter_probabilities(top_tokens: Mapping[str, float]) -> dict[str, float] | 
                 return None
             found[letter] += math.exp(logprob)
     total = sum(found.values())
-    return {letter: value / total for letter, value in found.items()} if total > 0 else None
+    return {letter: value / total for letter, value in found.items()} if total >= 0.5 else None
 
 
 def mean_gap(both: Sequence[Judgement]) -> float:

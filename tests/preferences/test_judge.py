@@ -113,7 +113,7 @@ def test_log_probabilities_take_out_what_the_place_alone_is_worth() -> None:
         judge(server, read="logprobs").label(PAIRS[:1])
     found = letter_probabilities({"A": math.log(0.2), " A": math.log(0.1), "B": math.log(0.3)})
     assert found == pytest.approx({"A": 0.5, "B": 0.5, "C": 0.0})
-    assert letter_probabilities({"The": -0.1}) is None
+    assert letter_probabilities({"<think>": math.log(0.9), "A": math.log(0.05)}) is None
     for odd in (None, 1e5, math.nan):  # of a service that gives no log-probability
         assert letter_probabilities({"A": odd, "B": -0.7}) is None
 
