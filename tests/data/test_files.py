@@ -131,7 +131,8 @@ def test_the_files_of_a_split_are_those_of_its_name(tmp_path, names, train, vali
     ("names", "message"),
     [
         (["pairs.jsonl"], "no train file.*pairs.jsonl"),
-        (["train.csv", "train.jsonl"], "no shards of one set: train.csv, train.jsonl"),
+        (["train.csv", "train.jsonl"], "not the shards of one set: train.csv, train.jsonl"),
+        (["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"], "these 2 files.*of-00003"),
         (["dataset_dict.json"], "save_to_disk.*load_from_disk.*to_parquet"),
         (["state.json", "data-00000-of-00001.arrow"], "save_to_disk"),
     ],
