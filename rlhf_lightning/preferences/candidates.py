@@ -36,6 +36,7 @@ from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise
 from rlhf_lightning.rollout.scorers.base import Responses
 from rlhf_lightning.text.messages import as_text
+from rlhf_lightning.text.thoughts import marks_thoughts
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids
 from rlhf_lightning.text.tokens import ControlTokens, TextEncoder
 
@@ -345,8 +346,8 @@ def _answer(
     skip = sampling.skip_special_tokens
     answers = Responses.of(batch, generation, policy.tokenizer, skip_special_tokens=skip)
     numbers = [row_id // count for _, row_id in rows]
-    # Records that spell control tokens are refused.
-    texts = ControlTokens(policy.tokenizer).disarmed(answers.completions)
+    # Records that spell control tokens are refused; by their marks thoughts are known.
+    texts = ControlTokens(policy.tokenizer, but=marks_thoughts).disarmed(answers.completions)
     return tuple(zip(numbers, texts, answers.finished.tolist(), strict=True))
 
 

@@ -46,6 +46,11 @@ def answer_in(response: str, prompt: str = "") -> str:
     return response if answer is None else answer
 
 
+def marks_thoughts(token: str) -> bool:
+    """Return whether a token is one of the marks of thoughts, or a part of one."""
+    return any(token in mark for both in _MARKS for mark in both)
+
+
 def opened_by(prompt: str) -> str:
     """Return what opens thoughts at the end of a prompt, "" where nothing does."""
     return next((begin for begin, _ in _MARKS if prompt.rstrip().endswith(begin)), "")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from unicodedata import combining
 
@@ -62,14 +62,22 @@ class Rendered(NamedTuple):
 
 
 class ControlTokens:
-    """The special tokens of a tokenizer, and the one with which its template ends a response."""
+    """The special tokens of a tokenizer, and the one with which its template ends a response.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    Args:
+        tokenizer: the tokenizer.
+        but: tests which of them are left out.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, but: Callable[[str], bool] = lambda _: False
+    ) -> None:
         """Note their spellings."""
         end = turn_end(tokenizer)
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         special += tokenizer.all_special_tokens
-        self.contents = tuple(dict.fromkeys([*special, *([] if end is None else [end.token])]))
+        special += [] if end is None else [end.token]
+        self.contents = tuple(token for token in dict.fromkeys(special) if not but(token))
         self._pattern = any_of(self.contents)
 
     def spelled_in(self, *values: Any) -> str | None:

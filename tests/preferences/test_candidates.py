@@ -24,6 +24,8 @@ from rlhf_lightning.preferences.candidates import (
 )
 from rlhf_lightning.preferences.records import Candidate, Journal
 from rlhf_lightning.text.tokenizers import load_tokenizer
+from tests.builders.models import tiny_policy
+from tests.builders.tokenizers import build_tokenizer
 
 PROMPTS = DemoSource(seed=1).records("prompts", "train")[:10]
 
@@ -138,3 +140,21 @@ def test_a_rendered_prompt_is_refused_where_its_pairs_would_lose_that(
     with pytest.raises(ValueError, match="prompt 1 is rendered and spells special tokens"):
         sample_candidates([marked], sampling, journal)
     assert sample_candidates([replace(PROMPTS[0], rendered=True)], sampling, journal)
+
+
+@pytest.mark.parametrize(
+    ("token", "written"), [("<think>", "<think>" * 2), ("<|im_start|>", "< |im_start|>" * 2)]
+)
+def test_a_space_breaks_special_tokens_but_the_marks_of_thoughts(
+    sampling: Sampling, tmp_path: Path, token: str, written: str
+) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    model = frozen(tiny_policy("llama", vocab_size=len(tokenizer)))
+    for name, weight in model.named_parameters():  # says the token all the time
+        weight.fill_(float("norm" in name or "embed" in name))
+    model.model.get_output_embeddings().weight[tokenizer.convert_tokens_to_ids(token)] = 1.0
+    policy = LoadedPolicy(model, tokenizer, [tokenizer.eos_token_id])
+    says = replace(sampling, policies={"sft": lambda: policy}, max_new_tokens=2)
+    found = sample_candidates([PromptRecord("why?")], says, Journal(tmp_path / "c.jsonl", dict))
+    assert {candidate.response for candidate in found} == {written}
