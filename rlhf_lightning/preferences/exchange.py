@@ -181,23 +181,28 @@ def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, 
         domain = str(data.get("domain") or "")
         pair = from_row(Pair, known, where) if known else Pair.make(*texts, domain=domain)
         given = row.get("annotations") or ()
+        if sum(each.get("completed_by") is None for each in given) > 1:
+            raise ValueError("two annotations have no 'completed_by', as if one person gave both")
         labels = [_annotation(each, pair, source, now) for each in given]
     return pair, [label for label in labels if label is not None]
 
 
 def _annotation(given: Mapping[str, Any], pair: Pair, source: str, now: str) -> Label | None:
     """Return the label of an annotation; None for one that was opened and left."""
-    parts = {part.get("type"): part.get("value") or {} for part in given.get("result") or ()}
-    said: list[Any] = [_SELECTED.get(parts.get("pairwise", {}).get("selected", "")), None]
-    said += parts.get("choices", {}).get("choices") or []
-    choice: Any = "skip" if given.get("was_cancelled") else next(filter(None, said), None)
+    parts = [(part.get("type"), part.get("value") or {}) for part in given.get("result") or ()]
+    said: list[Any] = [_SELECTED.get(x.get("selected")) for kind, x in parts if kind == "pairwise"]
+    said += [each for kind, x in parts if kind == "choices" for each in x.get("choices") or ()]
+    if len(said) > 1:
+        raise ValueError(f"an annotation has the verdicts {', '.join(map(str, said))}: leave one")
+    choice: Any = "skip" if given.get("was_cancelled") else next(iter(said), None)
     if choice is None and not parts:
         return None
     account = given.get("completed_by")
     if isinstance(account, Mapping):
         account = account.get("email") or account.get("id")
     name = source if account is None else str(account)
-    reason = "\n".join(parts.get("textarea", {}).get("text") or ()) or None
+    texts = (line for kind, x in parts if kind == "textarea" for line in x.get("text") or ())
+    reason = "\n".join(texts) or None
     created, seconds = given.get("created_at") or now, given.get("lead_time")
     return Label(pair.pair_id, name, choice, "person", "first", created, seconds, reason)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,27 @@ def test_an_export_of_label_studio_is_read(tmp_path: Path):
         ("10", "second", 4.288, NOW),
         ("bob@example.org", "skip", None, "2021-03-09T22:16:08.728353Z"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("annotations", "message"),
+    [
+        ([("left", None, 1), (None, "tie", 1)], None),
+        ([("left", "tie", 1)], "record 1.*verdicts first, tie"),
+        ([("left", None, None), ("right", None, None)], "completed_by"),
+    ],
+)
+def test_annotations_that_do_not_tell_verdict_or_person_are_refused(tmp_path, annotations, message):
+    given = []
+    for selected, choice, person in annotations:
+        parts = [{"type": "pairwise", "value": {"selected": selected}}] if selected else []
+        parts += [{"type": "choices", "value": {"choices": [choice]}}] if choice else []
+        given.append({"result": parts, "completed_by": person})
+    data = {"prompt": "Q", "answer1": "a", "answer2": "b"}
+    (tmp_path / "a.json").write_text(json.dumps([{"data": data, "annotations": given}]))
+    with pytest.raises(BadRecordError, match=message) if message else nullcontext():
+        found = read_collection(tmp_path / "a.json", format="auto", known="labels", now=NOW)
+        assert [label.choice for label in found.labels] == ["first", "tie"]
 
 
 @pytest.mark.parametrize(
