@@ -20,15 +20,12 @@ from benchmarks.public_sets import JudgedSet, read_arguments, read_pandalm
 from rlhf_lightning.preferences.agreement import (
     Share,
     aggregate,
+    agreement_with,
     fleiss_kappa,
     left_out,
     raw_agreement,
 )
-from rlhf_lightning.preferences.reliability import (
-    label_ceiling,
-    people_figures,
-    verdicts_agree,
-)
+from rlhf_lightning.preferences.reliability import label_ceiling, people_figures
 
 
 def describe(judged: JudgedSet) -> dict[str, Any]:
@@ -62,7 +59,7 @@ def describe(judged: JudgedSet) -> dict[str, Any]:
             "mean_margin": sum(v.margin for v in kept) / len(kept),
             "label_ceiling": label_ceiling(verdicts, judged.labels, shape),
             "longer_wins": _share(Share.of(right, len(unequal))),
-            "agrees_with_the_sets_verdict": _share(verdicts_agree(verdicts, judged.verdicts)),
+            "agrees_with_the_sets_verdict": _share(agreement_with(verdicts, judged.verdicts)),
         },
     }
 

@@ -5,7 +5,7 @@ Each takes the arguments of `RecordDataModule` that make sense for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -28,6 +28,7 @@ from rlhf_lightning.data.sources.base import (
     PreferenceFolder,
     RecordSource,
     RowSource,
+    parts_of,
 )
 from rlhf_lightning.data.sources.given import Rows, as_source
 
@@ -144,7 +145,8 @@ def _pairs_in(path: PathOrName, source: Any, **changed: Any) -> PreferenceFolder
     """
     folder = PreferenceFolder(path, **changed)
     is_collected = (folder.folder_or_file / RELIABILITY).is_file()
-    ways = [{x.name: getattr(one, x.name) for x in fields(RowSource)} for one in _parts(source)]
+    rows = [one for one in parts_of(source) if isinstance(one, RowSource)]
+    ways = [{x.name: getattr(one, x.name) for x in fields(RowSource)} for one in rows]
     if not ways or (is_collected and any(way != ways[0] for way in ways)):
         return folder
     how = ways[0] | changed
@@ -161,15 +163,6 @@ def _pairs_in(path: PathOrName, source: Any, **changed: Any) -> PreferenceFolder
         if columns.get("label", "label") not in known:
             how["label_good"] = None
     return PreferenceFolder(path, **how)
-
-
-def _parts(source: Any) -> Iterator[RowSource]:
-    """Yield the sources of rows that a source is made of, or it alone."""
-    if isinstance(source, RowSource):
-        yield source
-    inner = (getattr(source, "source", None), *getattr(source, "sources", ()))
-    for one in filter(None, inner):
-        yield from _parts(one)
 
 
 def balanced_by_length(rows: Sequence[EncodedPreference], seed: int) -> list[EncodedPreference]:

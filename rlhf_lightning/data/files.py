@@ -196,22 +196,14 @@ def _read_table(path: Path) -> Iterator[LocatedRow]:
     number = 0
     for batch in _batches(path):
         objects = {field.name: objects_in(field.type) for field in batch.schema}
-        in_json = {f.name: f.type for f in batch.schema if "arrow.json" in str(f.type)}
-        for row in batch.to_pylist():
+        rows = batch.to_pylist()
+        if any("arrow.json" in str(field.type) for field in batch.schema):
+            from datasets import Features  # writes such columns, and takes seconds to import
+
+            rows = map(Features.from_arrow_schema(batch.schema).decode_example, rows)
+        for row in rows:
             number += 1
-            row |= {name: _decoded(row[name], kind) for name, kind in in_json.items()}
             yield Location(str(path), number, "row"), TableRow(row, objects)
-
-
-def _decoded(value: Any, kind: Any) -> Any:
-    """Return a value of an Arrow type with what the JSON in it spells, as `datasets` writes it."""
-    if value is not None and getattr(kind, "extension_name", "") == "arrow.json":
-        return json.loads(value)
-    if isinstance(value, list):
-        return [_decoded(each, kind.value_type) for each in value]
-    if isinstance(value, dict):
-        return {field.name: _decoded(value[field.name], field.type) for field in kind}
-    return value
 
 
 def _batches(path: Path) -> Iterator[Any]:

@@ -154,9 +154,9 @@ def prompt_key(record: Record) -> str:
     return text_key(record.prompt)
 
 
-def question_key(record: PromptRecord | DemonstrationRecord | PreferenceRecord) -> str:
+def question_key(record: Record) -> str:
     """Return the identity of what is asked: the prompt, with its documents, tools and the like."""
-    return text_key(record.prompt) + repr(record.variables)
+    return prompt_key(record) + repr(record.variables)
 
 
 def first_of_each(rows: Iterable[RowT], key: Callable[[RowT], str]) -> list[RowT]:

@@ -119,9 +119,9 @@ def position_bias(labels: Iterable[Label]) -> Share:
     return Share.among(label.choice == label.order for label in labels if label.choice in SIDES)
 
 
-def agreement_with(labels: Iterable[Label], reference: Mapping[str, str]) -> Share:
-    """Return how often labels agree with `reference` {pair id: choice}, where both took a side."""
-    both = [(label.choice, reference.get(label.pair_id)) for label in labels]
+def agreement_with(labels: Iterable[Label | Verdict], reference: Mapping[str, str]) -> Share:
+    """Return how often they agree with `reference` {pair id: choice}, where both took a side."""
+    both = [(one.choice, reference.get(one.pair_id)) for one in labels]
     return Share.among(own == known for own, known in both if own in SIDES and known in SIDES)
 
 
@@ -156,6 +156,11 @@ class Verdict:
     votes: Mapping[str, int]
     by_people: bool
     left_out: str | None = None
+
+    @property
+    def pair_id(self) -> str:
+        """Id of the pair."""
+        return self.pair.pair_id
 
 
 def by_pair(labels: Iterable[Label]) -> dict[str, list[Label]]:

@@ -24,7 +24,7 @@ from scipy.stats import beta, chi2
 
 from rlhf_lightning.data.sources.base import RELIABILITY
 from rlhf_lightning.preferences import agreement
-from rlhf_lightning.preferences.agreement import THREE, Share, Verdict, left_out, preference_row
+from rlhf_lightning.preferences.agreement import THREE, Verdict, left_out, preference_row
 from rlhf_lightning.preferences.annotators import Gold, gold_scores
 from rlhf_lightning.preferences.candidates import METRICS
 from rlhf_lightning.preferences.collection import Collection, LabHparams
@@ -187,12 +187,6 @@ def all_annotators(labels: Iterable[Label], people: Iterable[str]) -> list[dict[
     return [annotator_figures(own, reference) for own in found.values()]
 
 
-def verdicts_agree(verdicts: Iterable[Verdict], people: Mapping[str, str]) -> Share:
-    """Return how often verdicts name the side that most people are on, where both take one."""
-    both = [(v.choice, people.get(v.pair.pair_id)) for v in verdicts]
-    return Share.among(own == most for own, most in both if own is not None and most in SIDES)
-
-
 def label_ceiling(
     verdicts: Iterable[Verdict], labels: Iterable[Label], shape: float | None
 ) -> float:
@@ -207,19 +201,8 @@ def label_ceiling(
     if shape is None:
         return math.nan
     found = agreement.by_pair(labels)
-    kept = [found.get(v.pair.pair_id, []) for v in verdicts if v.choice is not None]
+    kept = [found.get(v.pair_id, []) for v in verdicts if v.choice is not None]
     return expected_correct(_tally_sides(kept), shape)
-
-
-def agreement_with_truth(verdicts: Iterable[Verdict], truth: Mapping[str, float]) -> Share:
-    """Return how often verdicts name the better response, where the truth is known.
-
-    Args:
-        verdicts: verdicts on any pairs.
-        truth: pair id -> first minus second, in units of the gold reward; 0 counts nowhere.
-    """
-    known = [(v.choice, truth.get(v.pair.pair_id, 0.0)) for v in verdicts if v.choice is not None]
-    return Share.among((choice == "first") == (gap > 0) for choice, gap in known if gap)
 
 
 def write_collection(
@@ -271,7 +254,7 @@ def describe(collection: Collection, *, gold: Gold | None = None) -> dict[str, A
     shape = people["ceiling"]["shape"] if people and people["ceiling"] else None
     others = [x for x in collection.labels if x.annotator not in collection.people]
     automatic = agreement.aggregate(routing.validation, others, people=())
-    agrees = verdicts_agree(automatic, people_majority(on_held_out))
+    agrees = agreement.agreement_with(automatic, people_majority(on_held_out))
     figures: dict[str, Any] = {
         "candidates": {"asked": asked, "usable": asked - sum(dropped.values()), "dropped": dropped},
         "pairs": pairs | {"near_duplicate_prompts_removed": collection.near_duplicates},
@@ -330,8 +313,8 @@ def _truth(collection: Collection, gold: Gold) -> dict[str, dict[str, float]]:
     routing = collection.routing
     pairs = (*routing.automatic, *routing.people, *routing.validation)
     scores = zip(pairs, gold_scores(pairs, gold), strict=True)
-    truth = {pair.pair_id: first - second for pair, (first, second) in scores}
+    truth = {pair.pair_id: SIDES[b > a] for pair, (a, b) in scores if a != b}
     names = ("train", "train_automatic", "train_people", "validation")
     alone, people = ([v for v in collection.train if v.by_people is by] for by in (False, True))
     parts = zip(names, (collection.train, alone, people, collection.validation), strict=True)
-    return {name: asdict(agreement_with_truth(part, truth)) for name, part in parts}
+    return {name: asdict(agreement.agreement_with(part, truth)) for name, part in parts}

@@ -8,11 +8,10 @@ import random
 import pytest
 
 from rlhf_lightning.data.demo.annotators import SimulatedAnnotator
-from rlhf_lightning.preferences.agreement import aggregate
+from rlhf_lightning.preferences.agreement import aggregate, agreement_with
 from rlhf_lightning.preferences.annotators import SimulatedPerson
-from rlhf_lightning.preferences.records import Pair
+from rlhf_lightning.preferences.records import SIDES, Pair
 from rlhf_lightning.preferences.reliability import (
-    agreement_with_truth,
     all_annotators,
     annotator_figures,
     label_ceiling,
@@ -89,15 +88,13 @@ def test_the_estimated_ceiling_is_near_what_knowing_the_truth_reaches() -> None:
     ]
     labels = [x for member in members for x in member.label(pairs)]
     verdicts = aggregate(pairs, labels, people=[m.name for m in members])
-    truth = {p.pair_id: gold[p.first] - gold[p.second] for p in pairs}
-    reached = agreement_with_truth(verdicts, truth).value
+    truth = {p.pair_id: SIDES[gold[p.first] < gold[p.second]] for p in pairs}
+    reached = agreement_with(verdicts, truth).value
     figures = people_figures(labels)
     assert figures is not None
     assert figures["ceiling"] is not None
     estimate = label_ceiling(verdicts, labels, figures["ceiling"]["shape"])
     assert estimate == pytest.approx(reached, abs=0.02)
     one = aggregate(pairs, members[1].label(pairs), people=["usual"])
-    assert figures["ceiling"]["single"] == pytest.approx(
-        agreement_with_truth(one, truth).value, abs=0.03
-    )
+    assert figures["ceiling"]["single"] == pytest.approx(agreement_with(one, truth).value, abs=0.03)
     assert math.isnan(label_ceiling(verdicts, labels, None))

@@ -35,8 +35,10 @@ from rlhf_lightning.data.records import (
     TextRecord,
     Value,
     check_split,
+    first_of_each,
     kind_of,
     prompt_key,
+    question_key,
     with_system_in_user,
 )
 from rlhf_lightning.data.splits import connected_keys, shares, split_by_key, warn_of_shared
@@ -115,8 +117,7 @@ class RowSource:
         """
         given = self.parsed(split)
         if kind == "prompts" and given and kind_of(given[0]) != "prompts":
-            first = {prompt_key(one) + repr(one.variables): one for one in reversed(given)}
-            given = list(first.values())[::-1]
+            given = first_of_each(given, question_key)
         labels, records = self.labels, []
         if kind == "demonstrations" and "label" not in (self.columns or ()):
             labels.check_unread(given)
@@ -307,25 +308,29 @@ class HubSource(RowSource):
             yield Location(f"{self.name}[{part}]", number, "row"), row
 
 
+def parts_of(source: Any) -> Iterator[Any]:
+    """Yield the sources that a source is made of, and the source itself."""
+    for inner in (getattr(source, "source", None), *getattr(source, "sources", ())):
+        if inner is not None:
+            yield from parts_of(inner)
+    yield source
+
+
 def files_of(source: RecordSource) -> Iterator[Path]:
     """Yield the files of this machine that a source reads, or the sources that it is made of.
 
     The name of a set of the hub may be a folder here, which `datasets` then reads in its place.
     """
-    for inner in (getattr(source, "source", None), *getattr(source, "sources", ())):
-        if inner is not None:
-            yield from files_of(inner)
-    if isinstance(source, FileSource):
-        yield from (file for split in get_args(Split) for file in source.files(split))
-        return
-    if isinstance(source, HubSource):
-        yield from filter(Path.is_file, Path(source.name).expanduser().rglob("*"))
-        return
-    keys = ("path", "positive", "negative")
-    for place in filter(None, (getattr(source, key, None) for key in keys)):
-        path = Path(place).expanduser()
-        inside = sorted(filter(is_data_file, path.glob("*")))
-        yield from filter(Path.is_file, (path, *inside))
+    for one in parts_of(source):
+        if isinstance(one, FileSource):
+            yield from (file for split in get_args(Split) for file in one.files(split))
+        elif isinstance(one, HubSource):
+            yield from filter(Path.is_file, Path(one.name).expanduser().rglob("*"))
+        else:
+            places = (getattr(one, key, None) for key in ("path", "positive", "negative"))
+            for path in (Path(place).expanduser() for place in places if place):
+                inside = sorted(filter(is_data_file, path.glob("*")))
+                yield from filter(Path.is_file, (path, *inside))
 
 
 class _SeveralSources:
