@@ -6,10 +6,13 @@ import json
 from itertools import combinations
 from pathlib import Path
 
+import datasets
 import pyarrow
 from pyarrow import parquet
 
 from rlhf_lightning.data.records import PreferenceRecord
+from rlhf_lightning.data.sources.base import FileSource
+from rlhf_lightning.data.sources.given import GivenRows
 from tests.builders.models import VOCABULARY, prompt_rows, tiny_policy, tiny_tokenizer
 
 # Three pairs to a prompt.
@@ -56,6 +59,24 @@ def write(path, rows):
     else:
         parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
+
+
+def source_of(rows, folder, way):
+    """Return the source of rows that are in memory, or in a file of that suffix.
+
+    Ways are "memory", "dataset" and "dataset.json" (a `datasets.Dataset`), ".jsonl" and other
+    suffixes, and ".json.parquet", written by `datasets` of what it read as JSON.
+    """
+    file = folder / f"rows{way}"
+    if way.startswith(("dataset.json", ".json.")):
+        lines = str(write(folder / "rows.jsonl", rows))
+        rows = datasets.load_dataset("json", data_files=lines, split="train", cache_dir=folder)
+    if way.startswith("."):
+        if way == ".json.parquet":
+            rows.to_parquet(file)
+        return FileSource(file if file.exists() else write(file, rows), validation_fraction=0.0)
+    rows = datasets.Dataset.from_list(rows) if way == "dataset" else rows
+    return GivenRows(rows, validation_fraction=0.0)
 
 
 def arguments() -> list[dict]:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import datetime
-import json
 import pickle
 from decimal import Decimal
 
-import datasets
-import pyarrow
 import pytest
 import torch
-from pyarrow import parquet
 
-from rlhf_lightning import FileSource, PreferenceDataModule, PromptDataModule
+from rlhf_lightning import PreferenceDataModule, PromptDataModule
 from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.record_datamodule import rows_digest
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
+from tests.builders.record_files import source_of
 from tests.rollout.answers import responses_of
 
 PLAIN = {
@@ -43,26 +40,6 @@ def rows_of(columns):
     ]
 
 
-def as_jsonl(folder, columns):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(columns)))
-    return FileSource(path, validation_fraction=0)
-
-
-def as_parquet(folder, columns):
-    path = folder / "rows.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist(rows_of(columns)), path)
-    return FileSource(path, validation_fraction=0)
-
-
-def as_data_set(folder, columns):
-    return GivenRows(datasets.Dataset.from_list(rows_of(columns)), validation_fraction=0)
-
-
-def in_memory(folder, columns):
-    return GivenRows(rows_of(columns), validation_fraction=0)
-
-
 def batch_of(source, tokenizer) -> PromptBatch:
     data = PromptDataModule(source, tokenizer, batch_size=4, num_iterations=1, seed=1)
     data.setup("fit")
@@ -74,16 +51,16 @@ def columns_of(batch):
 
 
 @pytest.mark.parametrize(
-    ("write", "columns"),
+    ("way", "columns"),
     [
-        (as_jsonl, PLAIN),
-        (as_parquet, PLAIN | ONLY_COLUMNAR),
-        (as_data_set, PLAIN | ONLY_COLUMNAR),
-        (in_memory, PLAIN | ONLY_COLUMNAR | {"thing": [(1, 2)] * 4}),
+        (".jsonl", PLAIN),
+        (".parquet", PLAIN | ONLY_COLUMNAR),
+        ("dataset", PLAIN | ONLY_COLUMNAR),
+        ("memory", PLAIN | ONLY_COLUMNAR | {"thing": [(1, 2)] * 4}),
     ],
 )
-def test_a_columns_values_keep_their_types(tmp_path, tokenizer, write, columns):
-    batch = batch_of(write(tmp_path, columns), tokenizer)
+def test_a_columns_values_keep_their_types(tmp_path, tokenizer, way, columns):
+    batch = batch_of(source_of(rows_of(columns), tmp_path, way), tokenizer)
     order = [int(text[1:]) for text in batch.columns["prompt"]]
     wanted = {name: [values[i] for i in order] for name, values in columns.items()}
     found = columns_of(batch)
@@ -103,24 +80,10 @@ def test_a_columns_values_keep_their_types(tmp_path, tokenizer, write, columns):
     assert {name: seen[0][name] for name in wanted} == wanted
 
 
-def read_by_datasets(folder, columns):
-    lines = str(as_jsonl(folder, columns).path)
-    return datasets.load_dataset("json", data_files=lines, split="train", cache_dir=folder)
-
-
-def as_data_set_of_json(folder, columns):
-    return GivenRows(read_by_datasets(folder, columns), validation_fraction=0)
-
-
-def as_parquet_of_json(folder, columns):
-    read_by_datasets(folder, columns).to_parquet(folder / "rows.parquet")
-    return FileSource(folder / "rows.parquet", validation_fraction=0)
-
-
-@pytest.mark.parametrize("write", [as_jsonl, in_memory, as_data_set_of_json, as_parquet_of_json])
-def test_objects_of_json_have_their_own_keys_and_nulls(tmp_path, tokenizer, write):
+@pytest.mark.parametrize("way", [".jsonl", "memory", "dataset.json", ".json.parquet"])
+def test_objects_of_json_have_their_own_keys_and_nulls(tmp_path, tokenizer, way):
     tests = [[{"in": 1}, {"in": 2, "out": None}], [], None, [{"out": [1, {"k": None}]}]]
-    batch = batch_of(write(tmp_path, {"tests": tests}), tokenizer)
+    batch = batch_of(source_of(rows_of({"tests": tests}), tmp_path, way), tokenizer)
     order = [int(text[1:]) for text in batch.columns["prompt"]]
     assert columns_of(batch)["tests"] == [tests[i] for i in order]
 

@@ -3,7 +3,6 @@
 import csv
 import json
 
-import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -14,7 +13,7 @@ from rlhf_lightning.data.sources.base import FileSource
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.data.summary import summarize
 from tests.builders.encoding import assistant, encode_all, user
-from tests.builders.record_files import write
+from tests.builders.record_files import source_of
 from tests.builders.tokenizers import build_tokenizer
 
 
@@ -68,44 +67,7 @@ def calls_of_two_functions():
         yield {"messages": [ASK, turn], "tools": [{"name": name, "parameters": schema}]}
 
 
-def as_lines(rows, folder):
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return FileSource(path, validation_fraction=0.0)
-
-
-def as_json(rows, folder):
-    (folder / "rows.json").write_text(json.dumps(rows))
-    return FileSource(folder / "rows.json", validation_fraction=0.0)
-
-
-def read_by_datasets(rows, folder):
-    path = as_lines(rows, folder).path
-    return datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=folder)
-
-
-def as_dataset_of_json(rows, folder):
-    return GivenRows(read_by_datasets(rows, folder), validation_fraction=0.0)
-
-
-def as_parquet_of_json(rows, folder):
-    read_by_datasets(rows, folder).to_parquet(folder / "rows.parquet")
-    return FileSource(folder / "rows.parquet", validation_fraction=0.0)
-
-
-def as_parquet(rows, folder):
-    return FileSource(write(folder / "rows.parquet", rows), validation_fraction=0.0)
-
-
-def as_dataset(rows, folder):
-    return GivenRows(datasets.Dataset.from_list(rows), validation_fraction=0.0)
-
-
-def in_memory(rows, folder):
-    return GivenRows(rows, validation_fraction=0.0)
-
-
-WRITTEN = [as_lines, as_json, as_dataset_of_json]
+WRITTEN = [".jsonl", ".json", "dataset.json"]
 
 
 def arguments_and_tools(source):
@@ -115,19 +77,19 @@ def arguments_and_tools(source):
 
 
 @pytest.mark.parametrize("spell", [lambda x: x, json.dumps])
-@pytest.mark.parametrize("make", [*WRITTEN, as_parquet_of_json])
-def test_nulls_that_are_written_are_kept(tmp_path, make, spell):
+@pytest.mark.parametrize("way", [*WRITTEN, ".json.parquet"])
+def test_nulls_that_are_written_are_kept(tmp_path, way, spell):
     rows = list(calls_of_two_functions())
     said = [row["messages"][1]["tool_calls"][0]["function"]["arguments"] for row in rows]
     tools = [row["tools"][0] for row in rows]
     for row in rows:
         row["tools"] = spell(row["tools"])
-    assert arguments_and_tools(make(rows, tmp_path)) == (said, tools)
+    assert arguments_and_tools(source_of(rows, tmp_path, way)) == (said, tools)
 
 
-@pytest.mark.parametrize("make", [as_parquet, as_dataset])
-def test_nulls_that_fill_the_objects_of_a_table_are_taken_out(tmp_path, make):
-    said, tools = arguments_and_tools(make(list(calls_of_two_functions()), tmp_path))
+@pytest.mark.parametrize("way", [".parquet", "dataset"])
+def test_nulls_that_fill_the_objects_of_a_table_are_taken_out(tmp_path, way):
+    said, tools = arguments_and_tools(source_of(list(calls_of_two_functions()), tmp_path, way))
     assert said == [{"town": "Ulm", "parts": [{}]}, {"day": 1}]
     schemas = {"properties": {"unit": {}}}, {"properties": {"day": {"type": "int"}}}
     assert tools == [{"name": n, "parameters": s} for n, s in zip("fg", schemas, strict=True)]
@@ -137,16 +99,16 @@ def test_nulls_in_memory_are_refused_unless_they_are_json(tmp_path):
     rows = list(calls_of_two_functions())
     for column in ("messages", "tools"):
         with pytest.raises(BadRecordError, match=f"row 1: {column!r} has a null.*JSON of"):
-            arguments_and_tools(in_memory(rows, tmp_path))
+            arguments_and_tools(source_of(rows, tmp_path, "memory"))
         rows = [row | {column: json.dumps(row[column])} for row in rows]
-    expected = arguments_and_tools(as_lines(rows, tmp_path))
-    assert arguments_and_tools(in_memory(rows, tmp_path)) == expected
+    expected = arguments_and_tools(source_of(rows, tmp_path, ".jsonl"))
+    assert arguments_and_tools(source_of(rows, tmp_path, "memory")) == expected
 
 
-@pytest.mark.parametrize("make", WRITTEN)
-def test_nulls_of_the_one_tool_of_all_rows_are_kept(tmp_path, make):
+@pytest.mark.parametrize("way", WRITTEN)
+def test_nulls_of_the_one_tool_of_all_rows_are_kept(tmp_path, way):
     rows = [row for row in calls_of_two_functions() if row["tools"][0]["name"] == "f"] * 3
-    said, tools = arguments_and_tools(make(rows, tmp_path))
+    said, tools = arguments_and_tools(source_of(rows, tmp_path, way))
     assert said == [{"town": "Ulm", "unit": None, "parts": [{"a": None}]}] * 3
     assert tools == [{"name": "f", "parameters": {"properties": {"unit": {"default": None}}}}] * 3
 
