@@ -22,6 +22,8 @@ from rich.text import Text as Coloured
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.encode import (
+    OVER_LONG,
+    RESPONSE_TOO_LONG,
     Encoded,
     EncodedPreference,
     EncodedPrompt,
@@ -280,6 +282,10 @@ def warn_of_rows(
     """Say once what is odd in the training rows."""
     warn_of_plain_prompts(records, tokenizer, warn)
     warn_of_repeated_prompts(records, warn)
+    too_long = summary.dropped[OVER_LONG] + summary.dropped[RESPONSE_TOO_LONG]
+    if too_long * 10 > (whole := summary.num_rows + summary.dropped.total()):
+        fix = "raise data.max_length (of prompts data.max_prompt_length), or data.over_long"
+        warn(f"{too_long:,} of {whole:,} rows are too long and left out: {fix}=truncate_left")
     for name, count in summary.missing_columns.items():
         found = f"{count} of {summary.num_rows} training prompts lack the column {name!r}"
         warn(f"{found}, which is None to the reward: fill it, or leave them out")

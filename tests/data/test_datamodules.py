@@ -85,6 +85,8 @@ def test_epochs_are_turned_into_iterations(tokenizer, num_epochs, expected):
 
 def test_dropped_records_are_counted_and_nothing_left_is_an_error(tokenizer):
     datamodule = demonstrations(tokenizer, max_length=5)
+    with pytest.warns(UserWarning, match=r"of 23 rows are too long and left out: .*max_length"):
+        datamodule.setup()
     assert dict(datamodule.summary.dropped) == {"over-long": 23 - datamodule.summary.num_rows}
     assert 0 < datamodule.summary.num_rows < 23
     with pytest.raises(
