@@ -84,7 +84,7 @@ def _number(ids: NDArray[np.int32]) -> int:
 class PromptCollator:
     """Makes a `PromptBatch` of (encoded prompt, number in the stream) pairs.
 
-    A text column that a row lacks is "" there.
+    A column that a row lacks is None there.
 
     Args:
         pad_token_id: fills the padding; what it is does not matter, it may be EOS.

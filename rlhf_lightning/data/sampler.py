@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -77,7 +78,9 @@ class StreamBatchSampler(Sampler[list[Any]]):
             found = f"batch_size={self.batch_size} must be divisible by the {self.world_size} ranks"
             raise ValueError(f"{found}: {fix}")
         self.consumed = 0
-        self._drawn: dict[tuple[str, int], list[Any]] = {}
+        # A pass and the next one are read by turns.
+        self._permuted = lru_cache(2)(self._permutation)
+        self._by_length = lru_cache(2)(self._grouped)
 
     def __len__(self) -> int:
         """Return the batches of the whole stage."""
@@ -105,16 +108,14 @@ class StreamBatchSampler(Sampler[list[Any]]):
         if self.lengths is None:
             return self._positions(iteration * self.batch_size, self.batch_size)
         number = iteration * self.batch_size // self.num_rows
-        batches: list[list[int]] = self._remember("grouped", number, self._grouped)
-        return batches[iteration - self._first_batch(number)]
+        return self._by_length(number)[iteration - self._first_batch(number)]
 
     def _positions(self, start: int, count: int) -> list[int]:
         """Return the rows at `count` positions of the stream from `start` on."""
         rows = []
         while count > 0:
             number, offset = divmod(start, self.num_rows)
-            permutation = self._remember("permutation", number, self._permutation)
-            taken = permutation[offset : offset + count]
+            taken = self._permuted(number)[offset : offset + count]
             rows += taken
             start, count = start + len(taken), count - len(taken)
         return rows
@@ -146,14 +147,6 @@ class StreamBatchSampler(Sampler[list[Any]]):
         order = torch.randperm(len(names), generator=generator).tolist()
         place = dict(zip(names, order, strict=True))
         return sorted(rows, key=lambda row: place[groups[row]])
-
-    def _remember(self, what: str, number: int, make: Any) -> list[Any]:
-        """Return `make(number)`, kept for this pass and the last only."""
-        if (what, number) not in self._drawn:
-            self._drawn[what, number] = make(number)
-            for key in [key for key in self._drawn if key[0] == what and key[1] < number - 1]:
-                del self._drawn[key]
-        return self._drawn[what, number]
 
 
 class SequentialBatchSampler(Sampler[list[int]]):

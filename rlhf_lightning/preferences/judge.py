@@ -31,7 +31,7 @@ from rlhf_lightning.text.verdict import LETTERS, SCHEMA, parse_verdict
 
 logger = logging.getLogger(__name__)
 
-NUM_KEPT, NUM_SHOWN = 2000, 200  # characters of a reply: in the journal, in a message
+NUM_SHOWN = 200  # characters of a reply in a message
 # Why a reply has no verdict, and what to change.
 _FIXES = {
     "refused": "null judge.max_tokens, judge.max_completion_tokens, judge.temperature or "
@@ -128,7 +128,7 @@ class Judgement:
         judge: name of the judge.
         order: the response of the pair that was shown as A.
         verdict: the better response of the pair, `tie`, or None where the reply cannot be read.
-        reply: text of the reply, shortened; None if the request was refused.
+        reply: text of the reply; None if the request was refused.
         input_tokens, output_tokens: as the service counts them, else estimated.
         cost: cost of the request.
         retries: number of failed attempts.
@@ -376,11 +376,11 @@ class JudgeAnnotator:
             self.name,
             order,
             verdict=sides.get(letter),
-            reply=None if reply.refused else _shortened(reply.text),
+            reply=None if reply.refused else reply.text,
             cost=cost / 1_000_000,
             probabilities=probabilities,
             unread=None if letter else why,
-            said=_shortened(reply.text) if reply.refused else "",
+            said=reply.text if reply.refused else "",
             asked=self.asked,
             **reply.counts,
             **about,
@@ -403,9 +403,3 @@ class JudgeAnnotator:
         else:
             reason = "the two orders differ"
         return labelled(self, pair, choice, reason=reason, margin=margin)
-
-
-def _shortened(text: str) -> str:
-    """Return beginning and end of a long text: a verdict is at either."""
-    half = NUM_KEPT // 2
-    return text if len(text) <= NUM_KEPT else f"{text[:half]} ... {text[-half:]}"
