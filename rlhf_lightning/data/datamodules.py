@@ -84,7 +84,9 @@ class PreferenceDataModule(RecordDataModule):
     ) -> None:
         """Check the numbers; nothing is read yet."""
         options["group_by_length"] = options["group_by_length"] and not group_by_prompt
-        pairs = _source_of_pairs(source, path, also)
+        first = as_source(source) if path is None else _pairs_in(path, source)
+        more = [_pairs_in(one, source, validation_fraction=0.0) for one in also]
+        pairs = JoinedSource([first, *more]) if more else first
         super().__init__(pairs, tokenizer, batch_size=batch_size, **options)
         if self.kind == "unpaired" and (group_by_prompt or balance_length):
             given = f"{group_by_prompt=} and {balance_length=}"
@@ -121,17 +123,6 @@ class PreferenceDataModule(RecordDataModule):
         prompts = [row.chosen_input_ids[: row.prompt_length].tobytes() for row in rows]
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         return [number[prompt] for prompt in prompts]
-
-
-def _source_of_pairs(
-    source: RecordSource | Rows | str | Path,
-    path: PathOrName | None,
-    also: Sequence[PathOrName],
-) -> RecordSource:
-    """Return the source, or the records of `path` split as it is, with those of `also`."""
-    first = as_source(source) if path is None else _pairs_in(path, source)
-    more = [_pairs_in(one, source, validation_fraction=0.0) for one in also]
-    return JoinedSource([first, *more]) if more else first
 
 
 def _pairs_in(path: PathOrName, source: Any, **changed: Any) -> PreferenceFolder:

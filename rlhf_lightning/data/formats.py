@@ -184,7 +184,9 @@ class RowParser:
             meant = next((f"rename {near!r} to {key!r}, or " for key, near in hints if near), "")
             found = f"no known format has its keys: found {names_in(row)}, "
             fix = f"{meant}map them with {mapping_of(row)}, or {pair_of(row)}"
-            raise BadValueError(f"{found}expected {known_formats()}", fix)
+            raise BadValueError(
+                found + "expected " + "; ".join(map(" ".join, FORMATS.values())), fix
+            )
         missing = next((key for key in FORMATS[began] if key not in ours), None)
         if missing and set(FORMATS[name] if name else ()) <= set(FORMATS[began]):
             raise _missing(missing, row)
@@ -211,11 +213,6 @@ def detect_format(keys: Iterable[str]) -> str | None:
     if "completion" in present:
         return "prompt+completion"
     return next((name for name in ("messages", "prompt", "text") if name in present), None)
-
-
-def known_formats() -> str:
-    """Return the keys of all formats, for errors."""
-    return "; ".join(" ".join(keys) for keys in FORMATS.values())
 
 
 def _missing(key: str, row: Row) -> BadValueError:
@@ -443,7 +440,8 @@ def with_row_keys(record: Record, ours: Mapping[str, Any]) -> tuple[Record, list
         found = f"{_KWARGS} holds {describe(kwargs)}, expected variables of a chat template"
         raise BadValueError(found, f"hide it with columns={{{_KWARGS}: null}}")
     kwargs = {key: each for key, each in kwargs.items() if each is not None}
-    lists = {key: given[key] for key in _LISTS if given.get(key) and _are_objects(given[key])}
+    lists = {key: given[key] for key in _LISTS if isinstance(given.get(key), list | tuple)}
+    lists = {key: x for key, x in lists.items() if x and all(isinstance(y, Mapping) for y in x)}
     used = [*lists, *([_KWARGS] if kwargs else [])]
     prompt, system = record.prompt, ours.get("system")
     if isinstance(system, str) and system.strip():
@@ -455,7 +453,3 @@ def with_row_keys(record: Record, ours: Mapping[str, Any]) -> tuple[Record, list
         message = [{"role": "system", "content": system}]
         prompt = prompt if own else (*parse_messages(message, "system"), *prompt)
     return replace(record, prompt=prompt, variables={**lists, **kwargs}), used
-
-
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value)
