@@ -190,7 +190,7 @@ def _read_task(row: Row, where: Location, source: str, now: str) -> tuple[Pair, 
 def _annotation(given: Mapping[str, Any], pair: Pair, source: str, now: str) -> Label | None:
     """Return the label of an annotation; None for one that was opened and left."""
     parts = [(part.get("type"), part.get("value") or {}) for part in given.get("result") or ()]
-    said: list[Any] = [_SELECTED.get(x.get("selected")) for kind, x in parts if kind == "pairwise"]
+    said: list[Any] = [_SELECTED.get(x["selected"]) for kind, x in parts if kind == "pairwise"]
     said += [each for kind, x in parts if kind == "choices" for each in x.get("choices") or ()]
     if len(said) > 1:
         raise ValueError(f"an annotation has the verdicts {', '.join(map(str, said))}: leave one")
