@@ -33,6 +33,7 @@ from rlhf_lightning.data.encode import (
 from rlhf_lightning.data.records import Record, TextRecord
 from rlhf_lightning.text.decode import UNFINISHED, text_behind
 from rlhf_lightning.text.messages import CONVERSATION, SYSTEM, Text
+from rlhf_lightning.text.render import behind_responses, turn_end
 
 LEARNT_OPEN, LEARNT_CLOSE = "[[", "]]"
 # Neighbouring tokens have the two shades by turns.
@@ -282,6 +283,12 @@ def warn_of_rows(
     """Say once what is odd in the training rows."""
     warn_of_plain_prompts(records, tokenizer, warn)
     warn_of_repeated_prompts(records, warn)
+    is_chat = any(not isinstance(getattr(record, "prompt", ""), str) for record in records)
+    end = behind_responses(tokenizer).strip() if is_chat else ""
+    if end and turn_end(tokenizer) is None:
+        found = f"the chat template ends responses with {end!r}, which is no token of the tokenizer"
+        fix = "add it to the tokenizer and the model, or set another model.chat_template"
+        warn(f"{found}, so its letters are learnt and EOS behind them: {fix}")
     too_long = summary.dropped[OVER_LONG] + summary.dropped[RESPONSE_TOO_LONG]
     if too_long * 10 > (whole := summary.num_rows + summary.dropped.total()):
         fix = "raise data.max_length (of prompts data.max_prompt_length), or data.over_long"

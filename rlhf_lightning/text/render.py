@@ -454,12 +454,16 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
     It is found by rendering an exchange: the first special token behind the response, or else the
     first added one.
     """
+    return first_stop(behind_responses(tokenizer), tokenizer)
+
+
+def behind_responses(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what the chat template writes behind a response, "" without a template."""
     try:
         text = write_chat(_EXCHANGE, tokenizer, add_generation_prompt=False)
     except ValueError:  # there is no template, or one for other conversations
-        return None
-    _, found, after = text.rpartition(_RESPONSE)
-    return first_stop(after, tokenizer) if found else None
+        return ""
+    return text.rpartition(_RESPONSE)[2] if _RESPONSE in text else ""
 
 
 def first_stop(text: str, tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:

@@ -13,10 +13,9 @@ from rlhf_lightning.data.datamodules import (
     PromptDataModule,
 )
 from rlhf_lightning.data.sources.given import GivenRows
-from rlhf_lightning.data.summary import (
-    warn_of_repeated_prompts,
-)
+from rlhf_lightning.data.summary import warn_of_repeated_prompts
 from tests.builders.models import tiny_tokenizer
+from tests.builders.tokenizers import build_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
@@ -74,3 +73,18 @@ def test_responses_that_all_repeat_their_prompt_are_a_warning(turns, response, w
         warnings.simplefilter("always")
         warn_of_repeated_prompts(records)
     assert ["begins with its prompt" in str(one.message) for one in caught] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("end", "warned"), [("<|end|>\n", True), ("<|im_end|>\n", False), ("\n", False)]
+)
+def test_a_template_whose_end_is_no_token_is_a_warning(end, warned):
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
+    row = {"messages": [USER, SAID]}
+    data = DemonstrationDataModule(
+        GivenRows([row], validation_fraction=0), build_tokenizer(template=turns), batch_size=1
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data.setup()
+    assert any("'<|end|>', which is no token" in str(one.message) for one in caught) is warned
