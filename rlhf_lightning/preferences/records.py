@@ -10,9 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
@@ -30,13 +28,6 @@ Side = Literal["first", "second"]
 Kind = Literal["person", "rule", "judge", "simulated", "reward_model"]
 SIDES: tuple[Side, Side] = get_args(Side)  # type: ignore[assignment]
 Filled = Annotated[str, Field(min_length=1)]
-
-
-def _with_zone(text: str) -> str:
-    with suppress(ValueError):
-        if datetime.fromisoformat(text).tzinfo is not None:
-            return text
-    raise ValueError(f"={text!r} must be an ISO time with its zone, 2026-11-02T09:30:00+00:00")
 
 
 def _checked_prompt(prompt: Any) -> Text:
@@ -151,7 +142,7 @@ class Label(Checked):
         kind: kind of annotator.
         order: the response of the pair that was shown first; of an annotator that saw both orders,
             or none, "first".
-        created: time in ISO 8601 with its zone.
+        created: time, for people who read the file; ours in ISO 8601 with its zone.
         seconds: time taken; None where not measured.
         reason: comment; None where none was given.
         margin: certainty, in the annotator's units, at least 0; None where not known.
@@ -162,7 +153,7 @@ class Label(Checked):
     choice: Choice
     kind: Kind
     order: Side
-    created: Annotated[str, AfterValidator(_with_zone)]
+    created: Filled
     seconds: AtLeast0 | None = None
     reason: str | None = None
     margin: AtLeast0 | None = None

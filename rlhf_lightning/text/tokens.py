@@ -69,9 +69,7 @@ class ControlTokens:
         but: tests which of them are left out.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, but: Callable[[str], bool] = lambda _: False
-    ) -> None:
+    def __init__(self, tokenizer: Any, but: Callable[[str], bool] = lambda _: False) -> None:
         """Note their spellings."""
         end = turn_end(tokenizer)
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
@@ -359,10 +357,8 @@ def _with_front(ids: list[int], encoder: TextEncoder) -> list[int]:
 def _end(ids: list[int], encoder: TextEncoder, is_plain: bool) -> int | None:
     """Return how many of a response's ids go up to its first stop token behind the content."""
     end = encoder.turn_end
-    if end is None:
-        return None
-    if is_plain:
-        return len(ids) if ids[-1:] == [end.token_id] else None
+    if end is None or is_plain:
+        return len(ids) if end is not None and ids[-1:] == [end.token_id] else None
     stops = [i for i, token in enumerate(ids) if token in (end.token_id, encoder.eos)]
     # Counted from the back: of several messages each may end with one.
     if len(stops) >= end.num_stops:
