@@ -221,23 +221,3 @@ def test_processes_that_label_at_once_never_exceed_the_labels_and_lose_nothing(t
         (f"rater {n}", pair) for n, pairs in enumerate(told) for pair in pairs
     }
     assert max(Counter(x.pair_id for x in labels).values()) == 2
-
-
-def test_a_killed_process_loses_no_label_that_it_told_of(tmp_path: Path):
-    path = tmp_path / "labels.sqlite"
-    with LabelStore(path) as store:
-        store.add_pairs(make_pairs(500), labels_per_pair=1)
-    told: list[str] = []
-    for number in (1, 20):
-        process, connection = start(path, "Ann")
-        told += [connection.recv() for _ in range(number)]
-        process.kill()
-        process.join()
-        told += rest_of(connection)
-        with LabelStore(path) as store:
-            kept = [label.pair_id for label in store.labels()]
-        assert set(told) <= set(kept)
-        # One may have been committed and not yet told.
-        assert len(kept) - len(told) in (0, 1)
-        told = kept
-    assert len(told) == len(set(told)) >= 21
