@@ -23,7 +23,7 @@ from rlhf_lightning.rollout.scorers.base import (
 from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.stopping import RunStoppedError
-from tests.builders.stages import TokenScorer
+from tests.builders.stages import TokenScorer, ppo_hparams
 from tests.callbacks.doctor_run import ITERATIONS, doctor_of, fit, second
 
 
@@ -56,6 +56,21 @@ def test_the_measures_are_those_of_the_rollout(watched):
     assert row["doctor/second_score"] == pytest.approx(sum(scores) / len(scores), rel=1e-5)
     mine = [s for s, d in zip(scores, rollout.domains, strict=True) if d == "a"]
     assert row["doctor/domain_score/a"] == pytest.approx(sum(mine) / len(mine), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::rlhf_lightning.hparams.UnusualHparamWarning")
+def test_the_lag_of_the_sampler_is_no_mismatch_and_is_weighed_out(tmp_path):
+    ppo = ppo_hparams(learning_rate=0.03, rollout_lag=1, off_policy="truncated")
+    module = fit(tmp_path, doctor_of(tmp_path), ppo=ppo)
+    biases = [row["doctor/sampler_bias"] for row in read_metrics(RunFolder(tmp_path).metrics)]
+    raw = []
+    for rollout, bias in zip(module.rollouts, biases, strict=True):
+        mask = rollout.response_mask
+        surplus = (-rollout.logprobs - rollout.entropy)[mask]
+        weights = (rollout.logprobs - rollout.sampler_logprobs)[mask].exp()
+        assert bias == pytest.approx(float((weights * surplus).mean()), rel=1e-4, abs=1e-5)
+        raw.append(float(surplus.mean()))
+    assert max(map(abs, raw)) > 0.5, "more than an alarm"
 
 
 def test_a_reward_that_never_varies_is_an_alarm_at_the_third_iteration(tmp_path, caplog):

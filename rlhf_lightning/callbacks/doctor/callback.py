@@ -214,7 +214,8 @@ class Doctor(Callback):
             seconds = None
             if due and self.second_scorer is not None:
                 seconds = self.second_scorer(answers).total.float().tolist()
-        records = rollouts.all_records(rollout, answers, self.refusals, seconds)
+        lags = bool(module.algorithm.rollout_lag)
+        records = rollouts.all_records(rollout, answers, self.refusals, seconds, lags=lags)
         two = self.second_scorer is not None
         measured = response_metrics(records, score_clip=module.score_clip, second_scorer=two)
         own = ("rollout/", f"{module.stage}/")  # and not what this callback logged before

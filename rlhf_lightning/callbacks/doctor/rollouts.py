@@ -19,6 +19,7 @@ from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch, Ro
 from rlhf_lightning.distributed.collectives import agreed_max, gathered
 from rlhf_lightning.doctor.metrics import ResponseRecord, response_metrics
 from rlhf_lightning.doctor.preflight_checks import FirstRollout
+from rlhf_lightning.functional.kl import MAX_LOG_RATIO, kl_k1
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
 from rlhf_lightning.models.heads import TokenStatistics
 from rlhf_lightning.modules.on_policy import OnPolicyModule
@@ -86,28 +87,48 @@ def responses_of(
 
 
 def all_records(
-    rollout: RolloutBatch, answers: Responses, refusals: Refusals, seconds: Sequence[float] | None
+    rollout: RolloutBatch,
+    answers: Responses,
+    refusals: Refusals,
+    seconds: Sequence[float] | None,
+    *,
+    lags: bool = False,
 ) -> list[ResponseRecord]:
-    """Return one record per response of all ranks, in the order of the ranks."""
+    """Return one record per response of all ranks, in the order of the ranks.
+
+    Args:
+        rollout: this rank's rollout.
+        answers: its responses with their texts.
+        refusals: what a refusal is.
+        seconds: scores of a second scorer.
+        lags: whether older weights sampled it; see `token_surplus`.
+    """
     responses = zip(rollout.response_tensors.cpu(), rollout.response_mask.cpu(), strict=True)
     tokens = [tuple(ids[mask].tolist()) for ids, mask in responses]
-    numbers = (rollout.row_ids, rollout.group_ids, rollout.known_scores, *token_surplus(rollout))
-    rows, groups, scores, *surplus = (each.tolist() for each in numbers)
+    numbers = (rollout.row_ids, rollout.group_ids, rollout.known_scores)
+    surplus = token_surplus(rollout, lags=lags)
+    rows, groups, scores, *both = (each.tolist() for each in (*numbers, *surplus))
     two = [None] * len(rollout) if seconds is None else seconds
     asked = answers.prompts.columns.get("prompt", ("",) * len(rollout))
     refused = map(refusals.judge, rollout.domains, answers.completions, asked)
     first: tuple[Any, ...] = (rows, groups, rollout.domains, scores, map(len, tokens), tokens)
-    own = [ResponseRecord(*row) for row in zip(*first, *surplus, two, refused, strict=True)]
+    own = [ResponseRecord(*row) for row in zip(*first, *both, two, refused, strict=True)]
     return [record for records in gathered(own) for record in records]
 
 
-def token_surplus(rollout: RolloutBatch) -> tuple[Tensor, Tensor]:
+def token_surplus(rollout: RolloutBatch, *, lags: bool = False) -> tuple[Tensor, Tensor]:
     """Return `[B]` sums of surprise less entropy over a row's tokens, and of its square, float64.
 
     Given what stands before it, a token drawn from the policy has surprise -log p with the entropy
-    as its mean, so the sums are those of a martingale: 0 on average, whatever the policy.
+    as its mean, so the sums are those of a martingale: 0 on average, whatever the policy. Where the
+    sampler `lags`, a token weighs p over the probability that the sampler had for it, which keeps
+    that mean; without the sampler's log-probabilities both sums are NaN.
     """
     gap = -rollout.logprobs.double() - rollout.entropy.double()  # [B, R]
+    if lags:
+        sampler = rollout.sampler_logprobs
+        log_ratio = torch.nan if sampler is None else kl_k1(rollout.logprobs, sampler).double()
+        gap = gap * torch.as_tensor(log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     gap = torch.where(rollout.response_mask, gap, 0)
     return gap.sum(-1), gap.square().sum(-1)
 
