@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, add_policy
 from rlhf_lightning.rollout.generators.vllm import Request, VllmGenerator
+from rlhf_lightning.rollout.generators.vllm_weights import weight_files
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.builders.command_lines import environment
 from tests.builders.models import EOS, PAD, prompt_batch, prompt_rows, tiny_policy
@@ -126,6 +128,30 @@ def test_an_adapter_is_sent_merged_and_a_reference_without_it(engine):
         with view.generating() as model:
             texts.append(generated(generator, model).sequences)
     assert texts[0].shape != texts[1].shape or not torch.equal(*texts)
+
+
+def test_a_young_adapter_on_a_bf16_base_is_sent_whole_and_16_bits_are_refused():
+    base = AdaptedBase(policy(), LoraHparams(r=4, alpha=8, base_precision="bf16-mixed"))
+    adapted = add_policy(base, "policy", seed=3)
+    generator = server(ENGINES[0].values[0], logprob_tolerance=1e-2)
+    with adapted.generating() as model:
+        dtype = getattr(torch, generator.options_for(model)["dtype"])
+        sent = []
+        for delta in (0.0, 1e-4):
+            for parameter in adapted.adapter.parameters():
+                parameter.data.add_(delta)
+            with weight_files(model, dtype, write=True) as folder:
+                files = sorted(folder.glob("*.safetensors"))
+                sent.append({k: v.float() for f in files for k, v in load_file(f).items()})
+        name = "model.layers.0.self_attn.q_proj"
+        with torch.autocast("cpu", enabled=False):
+            wanted = model.get_submodule(name).get_delta_weight("policy")
+        found = sent[1][f"{name}.weight"] - sent[0][f"{name}.weight"]
+        assert 0 < float(wanted.abs().max()) < 1e-3  # a step of bf16 at the weights' size
+        torch.testing.assert_close(found, wanted, atol=1e-7, rtol=0)
+        generator.options["dtype"] = "bfloat16"
+        with pytest.raises(ValueError, match="dtype=bfloat16 rounds away what an adapter"):
+            generated(generator, model)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
+from peft.tuners.lora import LoraLayer
 from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -98,7 +99,8 @@ class VllmGenerator:
         logprob_tolerance: mean difference, in nats a token, between vLLM's log-probabilities and
             the policy's.
         engine: arguments of `vllm.LLM`, such as `gpu_memory_utilization`; `tensor_parallel_size` is
-            per replica. `dtype: auto` is what the policy computes in.
+            per replica. `dtype: auto` is what the policy computes in, and float32 where it has
+            adapters: they are merged, and 16 bits round away what a young one changes.
 
     Raises:
         ValueError: without replicas, or for another dtype than vLLM's.
@@ -225,9 +227,20 @@ class VllmGenerator:
         return as_generation(prompts.input_ids, *made)
 
     def options_for(self, model: PreTrainedModel) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM`, with the dtype that `model` computes in."""
+        """Return the arguments of `vllm.LLM`, with the dtype that `model` computes in.
+
+        Raises:
+            ValueError: for 16 bits where there are adapters.
+        """
         device, dtype = model.device.type, self.options["dtype"]
-        if dtype == "auto":
+        if any(isinstance(module, LoraLayer) for module in model.modules()):
+            if dtype not in ("auto", "float32"):
+                raise ValueError(
+                    f"rollout.engine.dtype={dtype} rounds away what an adapter, which is merged, "
+                    "changes: leave it out (float32), or use rollout=cached"
+                )
+            dtype = "float32"
+        elif dtype == "auto":
             autocast = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if autocast else model.dtype
         return self.options | {"dtype": str(dtype).removeprefix("torch.")}

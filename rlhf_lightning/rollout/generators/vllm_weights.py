@@ -58,8 +58,9 @@ def _merged(layer: Any) -> Tensor:
     if layer.disable_adapters:
         return weight
     merged = weight.float()
-    for adapter in layer.active_adapters:
-        merged = merged + layer.get_delta_weight(adapter).detach()
+    with torch.autocast(weight.device.type, enabled=False):  # it would round the product B A
+        for adapter in layer.active_adapters:
+            merged = merged + layer.get_delta_weight(adapter).detach()
     return merged
 
 
