@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,23 @@ def test_data_that_do_not_fit_the_module_are_refused(make, said, material, tmp_p
     module = ppo(material)
     with pytest.raises((TypeError, ValueError), match=said):
         plain_trainer(tmp_path).fit(module, make(material, module.tokenizer))
+
+
+def test_a_second_fit_that_would_repeat_the_noise_of_the_first_is_refused(material, tmp_path):
+    module = ppo(material, seed=4)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
+    for time in range(2):  # before a step is taken nothing is repeated
+        module.scorer.function = None if time == 0 else length
+        with nullcontext() if time else pytest.raises(RuntimeError, match="not callable"):
+            fit_in(tmp_path, module, data, max_iterations=1, record=False)
+    path = tmp_path / "checkpoints/last.ckpt"
+    again = PPOModule.load_from_checkpoint(path, reward=length)
+    for one in (module, again):
+        with pytest.raises(ValueError, match=r"PPOModule has been trained with seed=4, .*seed=5"):
+            plain_trainer(tmp_path).fit(one, data)
+    other = PPOModule.load_from_checkpoint(path, reward=length, seed=5)
+    plain_trainer(tmp_path).fit(other, data)
+    fit_in(tmp_path, module, data, max_iterations=2, record=False, ckpt_path=str(path))
 
 
 def test_lengths_that_are_not_given_fit_the_context(material, tmp_path):

@@ -146,7 +146,7 @@ def test_an_evaluation_of_a_second_run_is_one_of_that_run(material, tmp_path):
         fit_sft(material, tmp_path / "sft", callbacks=evaluation)
     loader = data.train_dataloader()
     with pytest.raises(TypeError, match="PeriodicEvaluation needs fit"):
-        fit_in(tmp_path / "other", module, loader, callbacks=evaluation)
+        fit_in(tmp_path / "other", ppo(material), loader, callbacks=evaluation)
 
 
 def test_what_was_measured_before_the_end_is_no_final_figure(material, tmp_path):

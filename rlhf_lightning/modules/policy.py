@@ -21,7 +21,7 @@ from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
 from rlhf_lightning.modules.base import RLHFModule
-from rlhf_lightning.modules.checkpoint_state import Stateful
+from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS, Stateful
 from rlhf_lightning.modules.controls import Controls
 from rlhf_lightning.modules.options import ModuleParts
 from rlhf_lightning.modules.pretrained import Start, naming_argument, of_trainer
@@ -119,6 +119,7 @@ class PolicyModule(RLHFModule):
         self.tokenizer = tokenizer
         self.noise = RowNoise(seed, "rollout")
         self.order = RowNoise(seed, "minibatches")
+        self.trained_seed = seed  # of what has been trained so far
         self.controls = Controls.from_hparams(algorithm, sampling, f"module.{self.stage}")
         self.step_0 = Step0()
         self.pending = PendingGeneration()
@@ -212,8 +213,17 @@ class PolicyModule(RLHFModule):
         """Check the Trainer and the data, and that a teacher can be asked about them.
 
         Raises:
-            ValueError: also if a teacher's prompt is made of prompts that the policy sees cut.
+            ValueError: also if a teacher's prompt is made of prompts that the policy sees cut, or
+                if the policy has learnt from the noise of this seed before, and this fit begins
+                with it anew.
         """
+        seed = self.noise.seed
+        if self.trainer.ckpt_path is None and self.skipped.num_taken and seed == self.trained_seed:
+            raise ValueError(
+                f"{type(self).__name__} has been trained with seed={seed}, and another fit begins "
+                "with the same sampling noise: fit(ckpt_path=...) continues that run for more "
+                f"iterations, load_from_checkpoint(path, seed={seed + 1}) begins another one"
+            )
         super().on_fit_start()
         if self.teacher is None:
             return
@@ -272,6 +282,7 @@ class PolicyModule(RLHFModule):
         """Take the state back; the ratio of the next step need not be 1."""
         super().on_load_checkpoint(checkpoint)
         self.step_0.resumed()
+        self.trained_seed = (checkpoint.get(HYPER_PARAMETERS) or {}).get("seed", self.trained_seed)
 
     @classmethod
     @checked(but=("reward",))
