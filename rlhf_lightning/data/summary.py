@@ -33,7 +33,7 @@ from rlhf_lightning.data.encode import (
 from rlhf_lightning.data.records import Record, TextRecord
 from rlhf_lightning.text.decode import UNFINISHED, text_behind
 from rlhf_lightning.text.messages import CONVERSATION, SYSTEM, Text
-from rlhf_lightning.text.render import behind_responses, turn_end
+from rlhf_lightning.text.render import exchange, turn_end
 
 LEARNT_OPEN, LEARNT_CLOSE = "[[", "]]"
 # Neighbouring tokens have the two shades by turns.
@@ -284,7 +284,7 @@ def warn_of_rows(
     warn_of_plain_prompts(records, tokenizer, warn)
     warn_of_repeated_prompts(records, warn)
     is_chat = any(not isinstance(getattr(record, "prompt", ""), str) for record in records)
-    end = behind_responses(tokenizer).strip() if is_chat else ""
+    end = exchange(tokenizer)[1].strip() if is_chat else ""
     if end and turn_end(tokenizer) is None:
         found = f"the chat template ends responses with {end!r}, which is no token of the tokenizer"
         fix = "add it to the tokenizer and the model, or set another model.chat_template"

@@ -454,16 +454,20 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:
     It is found by rendering an exchange: the first special token behind the response, or else the
     first added one.
     """
-    return first_stop(behind_responses(tokenizer), tokenizer)
+    return first_stop(exchange(tokenizer)[1], tokenizer)
 
 
-def behind_responses(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what the chat template writes behind a response, "" without a template."""
+def exchange(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Return an exchange as the chat template writes it, up to its response, and the text behind.
+
+    Both are "" without a template.
+    """
     try:
         text = write_chat(_EXCHANGE, tokenizer, add_generation_prompt=False)
     except ValueError:  # there is no template, or one for other conversations
-        return ""
-    return text.rpartition(_RESPONSE)[2] if _RESPONSE in text else ""
+        return "", ""
+    before, found, behind = text.rpartition(_RESPONSE)
+    return (before, behind) if found else ("", "")
 
 
 def first_stop(text: str, tokenizer: PreTrainedTokenizerBase) -> TurnEnd | None:

@@ -20,8 +20,15 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from rlhf_lightning.arguments import RunsCode
-from rlhf_lightning.models.loading import load_config, loading_options, naming_source
-from rlhf_lightning.text.render import DATE, leading_settings, turn_end, with_fixed_date
+from rlhf_lightning.models.loading import load_config, loading_options, naming_source, warn_once
+from rlhf_lightning.text.render import (
+    DATE,
+    exchange,
+    first_stop,
+    leading_settings,
+    turn_end,
+    with_fixed_date,
+)
 
 # What a checkpoint calls its tokenizer that is all in tokenizer.json.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -197,7 +204,8 @@ def check_same_tokenizer(
 ) -> None:
     """Check that the tokenizer of `source` gives every token the same id as `tokenizer` does.
 
-    It may know further tokens: an exported reward model has its own pad token.
+    It may know further tokens: an exported reward model has its own pad token. Another chat
+    template is a warning.
 
     Args:
         tokenizer: the tokenizer of the policy.
@@ -220,11 +228,21 @@ def check_same_tokenizer(
         ids = f"{token!r} has id {index} of the policy's and {theirs.get(token)} there"
         found = f"{source} has another tokenizer than the policy: {len(differ)} tokens differ"
         raise ValueError(f"{found}, {ids}: {fix}")
-    mine, its = (None if (end := turn_end(t)) is None else end.token for t in (tokenizer, other))
-    parts = mine != its and None not in (mine, its)
-    if parts or other.eos_token_id != tokenizer.eos_token_id:
+    (text, behind), (their_text, their_behind) = exchange(tokenizer), exchange(other)
+    end, their_end = first_stop(behind, tokenizer), first_stop(their_behind, other)
+    mine, its = end and end.token, their_end and their_end.token
+    if (end and their_end and mine != its) or other.eos_token_id != tokenizer.eos_token_id:
         told = f"{source} ends texts with {other.eos_token!r} and responses with {its!r}"
         raise ValueError(f"{told}, the policy with {tokenizer.eos_token!r} and {mine!r}: {fix}")
+    if not end or not their_end:
+        return
+    text += behind.removesuffix(end.behind)
+    if text != their_text + their_behind.removesuffix(their_end.behind):
+        warn_once(
+            f"{source} has another chat template than the policy, and reads conversations as the "
+            "policy's writes them: give both one (model.chat_template=), or, of a reward model, "
+            "use scorer=text_reward_model, which reads them by its own"
+        )
 
 
 def tokenizer_difference(tokenizer: Any, other: Any) -> str | None:

@@ -11,7 +11,11 @@ from tokenizers import AddedToken
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.evaluation.benchmarks import written_responses
 from rlhf_lightning.text.render import write_chat
-from rlhf_lightning.text.tokenizers import check_same_tokenizer, stop_ids
+from rlhf_lightning.text.tokenizers import (
+    check_same_tokenizer,
+    classifier_tokenizer,
+    stop_ids,
+)
 from tests.builders.encoding import encode_all, encode_one
 from tests.builders.tokenizers import FAMILIES, family_tokenizer
 
@@ -75,6 +79,18 @@ def test_a_reward_model_whose_template_ends_answers_elsewhere_is_refused(tmp_pat
     other.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"responses with '<eos>', the policy with .* '<end_of"):
         check_same_tokenizer(tokenizer, tmp_path, fix="export it again")
+
+
+def test_a_reward_model_that_writes_other_text_around_conversations_is_named(tmp_path, caplog):
+    tokenizer = family_tokenizer("chatml")
+    classifier_tokenizer(tokenizer).save_pretrained(tmp_path / "exported")
+    check_same_tokenizer(tokenizer, tmp_path / "exported", fix="")
+    assert "chat template" not in caplog.text
+    other = family_tokenizer("chatml")
+    other.chat_template = "You are kind.<|im_end|>" + other.chat_template
+    other.save_pretrained(tmp_path / "other")
+    check_same_tokenizer(tokenizer, tmp_path / "other", fix="")
+    assert "other has another chat template than the policy" in caplog.text
 
 
 def test_a_call_that_ends_with_another_token_is_learnt_up_to_it(make_tokenizer):
