@@ -22,6 +22,7 @@ from rlhf_lightning.data.sources.given import GivenRows, as_prompt_rows, of_coll
 from rlhf_lightning.distributed.collectives import (
     check_same_on_all_ranks,
     clip_grad_norm,
+    rank,
     unsharded,
 )
 from rlhf_lightning.hparams import (
@@ -259,6 +260,8 @@ class RLHFModule(L.LightningModule):
         set_micro_batch_tokens(self)
         if not self.training:
             self.train()  # it may be from a checkpoint, with dropout
+        if number := rank():  # or ranks, which are seeded alike, would drop the same
+            torch.manual_seed(torch.initial_seed() ^ (number << 40))
         self.fitted_by = self.trainer
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
 from rlhf_lightning.evaluation.final_metrics import held_out_loss
 from rlhf_lightning.models.factory import load_policy
-from tests.builders.models import EOS, config_fields
+from rlhf_lightning.modules import base
+from tests.builders.models import EOS, config_fields, flat_parameters
 from tests.builders.stages import (
     ANSWER_LENGTHS,
     assert_two_ranks_step_as_one,
@@ -139,3 +140,16 @@ def test_dropout_trains_and_the_validation_has_none():
         (first,) = the_trainer.validate(module, loader, verbose=False)
         (second,) = the_trainer.validate(module, loader, verbose=False)
     assert first == second
+
+
+def test_ranks_that_are_seeded_alike_drop_otherwise(monkeypatch):
+    found = []
+    for rank in (0, 1, 1):
+        monkeypatch.setattr(base, "rank", lambda rank=rank: rank)
+        module = tiny_sft()
+        module.build_models = lambda: load_policy(from_scratch=config_fields("gpt2"), dropout=0.2)
+        torch.manual_seed(5)
+        trainer().fit(module, DataLoader([sft_batch()], batch_size=None))
+        found.append(flat_parameters(module))
+    assert torch.equal(found[1], found[2])
+    assert not torch.equal(found[0], found[1])
