@@ -18,18 +18,32 @@ from transformers import (
 
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import NORMALIZATION
-from rlhf_lightning.models.rounding import BASE_DTYPE, rounded
+from rlhf_lightning.models.rounding import BASE_DTYPE, KEPT, rounded
 from rlhf_lightning.models.transformers_4 import with_old_keys, write_json
 
 
 def complete_config(
-    file: Path, model: PolicyModel | ScalarHeadModel, dtype: torch.dtype, base_dtype: torch.dtype
+    file: Path,
+    model: PolicyModel | ScalarHeadModel,
+    dtype: torch.dtype,
+    base_dtype: torch.dtype,
+    kept: float | None = None,
 ) -> None:
-    """Write into config.json the dtypes of an export, and the keys of transformers 4."""
+    """Write into config.json the dtypes of an export, and the keys of transformers 4.
+
+    Args:
+        file: config.json of the export.
+        model: that is exported.
+        dtype: of its weights.
+        base_dtype: of the model at the root.
+        kept: the part of a merged adapter that bf16 keeps; None without one.
+    """
     content = json.loads(file.read_text(encoding="utf-8"))
     content["dtype"] = str(dtype).removeprefix("torch.")
     if base_dtype != torch.float32:
         content[BASE_DTYPE] = str(base_dtype).removeprefix("torch.")
+    content.pop(KEPT, None)  # of the model before
+    content |= {} if kept is None else {KEPT: kept}
     config = model.model.config if isinstance(model, PolicyModel) else model.trunk.config
     write_json(file, with_old_keys(content, type(config).from_dict(copy.deepcopy(content))))
 

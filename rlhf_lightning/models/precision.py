@@ -15,6 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlhf_lightning.models.loading import warn_once
+from rlhf_lightning.models.rounding import KEPT, LEAST_KEPT
+
 
 def release_freed_memory() -> None:
     """Let the C library return free pages to the system, where it can (glibc).
@@ -67,6 +70,11 @@ def round_frozen_weights(model: PreTrainedModel, precision: str) -> None:
     """
     if precision != MIXED_BF16:
         return
+    if (kept := getattr(model.config, KEPT, 1.0)) < LEAST_KEPT:
+        warn_once(
+            f"bf16-mixed keeps {100 * kept:.0f} % of what the adapter changed that is merged in "
+            f"{model.name_or_path}: use trainer.precision=32-true"
+        )
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             setattr(part, _ROUNDED, True)

@@ -15,6 +15,8 @@ from transformers import PretrainedConfig
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # In config.json of fp32 weights that were trained from others: what those had at the root.
 BASE_DTYPE = "base_dtype"
+LEAST_KEPT = 0.9  # of what training changed, that rounding must keep
+KEPT = "bf16_keeps"  # likewise: the part of a merged adapter that bf16 keeps, see `Rounding`
 
 
 class Rounding(NamedTuple):

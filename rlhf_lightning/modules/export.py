@@ -29,7 +29,7 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.ppo_models import ADAPTER
-from rlhf_lightning.models.rounding import Rounding, base_dtype, measure_rounding
+from rlhf_lightning.models.rounding import LEAST_KEPT, Rounding, base_dtype, measure_rounding
 from rlhf_lightning.models.transformers_4 import name_old_tokenizer
 from rlhf_lightning.runs.atomic import follow_umask
 from rlhf_lightning.runs.hub import hub_snapshot
@@ -38,7 +38,6 @@ from rlhf_lightning.runs.manifest import Source
 from rlhf_lightning.text.tokenizers import classifier_tokenizer, stop_ids
 
 logger = logging.getLogger(__name__)
-LEAST_KEPT = 0.9  # of what training changed, that rounding must keep
 
 
 @checked
@@ -116,7 +115,7 @@ class TrainedModel:
             ManifestError: if another model than the adapter's base is in its place by now.
         """
         model, state, start, revision = self.model, self.state, None, None
-        base, cost = torch.float32, None
+        base, cost, kept = torch.float32, None, None
         if self.source is not None:
             start, revision = self.source.name, self.source.revision
             origin: dict[str, Any] = {
@@ -130,6 +129,8 @@ class TrainedModel:
                 model = merge_adapter(model, state, load_policy(start, **origin))
                 state = model.state_dict()
                 self.source.check()  # behind the load: it may take minutes
+                merged = weights_by_file_name(model, state)
+                kept = measure_rounding(merged, start, torch.bfloat16, revision=revision).kept
         chosen = base if dtype == "auto" else dtype
         if chosen != torch.float32:
             weights = weights_by_file_name(model, state)
@@ -137,7 +138,7 @@ class TrainedModel:
             if _loses_much(cost, insists=dtype != "auto"):
                 chosen, cost = torch.float32, None
         stops = stop_ids(self.tokenizer, start, revision=revision)
-        dtypes = {"dtype": chosen, "base_dtype": base}
+        dtypes: Any = {"dtype": chosen, "base_dtype": base, "kept": kept}
         save_hf_model(model, self.tokenizer, folder, state, stop_ids=stops, **dtypes)
         return cost
 
@@ -183,6 +184,7 @@ def save_hf_model(
     stop_ids: Sequence[int],
     dtype: torch.dtype = torch.float32,
     base_dtype: torch.dtype = torch.float32,
+    kept: float | None = None,
 ) -> None:
     """Write weights, config, tokenizer with chat template and, for a policy, its stop ids.
 
@@ -194,6 +196,7 @@ def save_hf_model(
         stop_ids: every id that ends a response.
         dtype: dtype of the weights; a scalar head stays in fp32.
         base_dtype: dtype of the model at the root, which config.json then names.
+        kept: the part of a merged adapter that bf16 keeps, likewise.
     """
     if isinstance(model, PolicyModel):
         generation = generation_settings(model, tokenizer, stop_ids)
@@ -205,7 +208,7 @@ def save_hf_model(
         pad = export_tokenizer(model, tokenizer, folder)
         export_scalar_model(model, folder, state, pad_token_id=pad, dtype=dtype)
     follow_umask(*folder.glob("*.safetensors"))
-    complete_config(folder / "config.json", model, dtype, base_dtype)
+    complete_config(folder / "config.json", model, dtype, base_dtype, kept)
 
 
 def export_tokenizer(
