@@ -13,6 +13,7 @@ from torch import Tensor
 from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.distributed.collectives import global_sum
 from rlhf_lightning.functional.masked import zero_off_mask
+from rlhf_lightning.models.lora import experts_of
 from rlhf_lightning.models.micro_batching import in_buckets
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.optimization import Measured
@@ -38,12 +39,13 @@ def rounding_tolerance(module: RLHFModule) -> float:
     """Return the expected rounding error of a log-ratio of 0, as a mean of nats a token.
 
     On a CPU a row is evaluated at one width, so that the same bits come out, unless micro-batches
-    are made by tokens; kernels of a GPU depend on the shape of a batch.
+    are made by tokens; kernels of a GPU depend on the shape of a batch, and those of experts on
+    its tokens.
 
     Args:
         module: module that is trained, with its Trainer.
     """
-    if module.device.type == "cpu" and in_buckets("cpu"):
+    if module.device.type == "cpu" and in_buckets("cpu") and not experts_of(module.policy.root):
         return 0.0
     dtype = module.compute_dtype
     full = str(module.trainer.precision).startswith("32") and dtype in (None, torch.float32)

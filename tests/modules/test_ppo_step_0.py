@@ -41,6 +41,17 @@ def test_policy_and_reference_agree_and_rewards_are_the_terminal_score(model_typ
     assert rollout.scores.std() > 0.1
 
 
+def test_experts_whose_kernels_depend_on_the_batch_train():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = config_fields("qwen3") | experts | {"model_type": "olmoe"}
+    models = tiny_models(policy=lambda: load_policy(from_scratch=config))
+    module = tiny_module(
+        ppo=ppo_hparams(num_minibatches=4, micro_batch_size=3), models=lambda: models
+    )
+    fit(module, 2)
+    assert module.num_optimizer_steps == 16
+
+
 class WithRatios(RecordedPPO):
     """Keeps the ratios that each minibatch starts with, computed as the loss computes them."""
 
