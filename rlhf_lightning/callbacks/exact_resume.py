@@ -52,7 +52,7 @@ class RandomState(Callback):
         self._loaded = checkpoint.get(_RANDOM_STATE)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the state of this rank."""
+        """Restore the state of this rank; one that the checkpoint lacks keeps its own."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
@@ -60,9 +60,9 @@ class RandomState(Callback):
         if ranks != trainer.world_size:
             now = f"this run has {trainer.world_size}, and continues not bit for bit"
             logger.warning(f"the checkpoint was written by {ranks} processes, {now}")
-        rank = trainer.global_rank % ranks
-        # Copies: torch.set_rng_state reads elsewhere where its tensor begins inside of a storage.
-        _restore_random_state({name: value[rank].clone() for name, value in loaded.items()})
+        if (rank := trainer.global_rank) < ranks:
+            # Copies: torch.set_rng_state reads elsewhere where its tensor begins inside a storage.
+            _restore_random_state({name: value[rank].clone() for name, value in loaded.items()})
 
 
 def _random_state() -> dict[str, torch.Tensor]:

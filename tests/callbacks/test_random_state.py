@@ -58,8 +58,9 @@ def test_another_number_of_ranks_is_told(caplog):
     callback.on_load_checkpoint(trainer, module, checkpoint)  # type: ignore[arg-type]
     callback.on_train_start(trainer, module)  # type: ignore[arg-type]
     assert "written by 2 processes, this run has 4" in caplog.text
-    seed(2)
+    seed(5)
     expected = draws()
+    seed(5)
     callback.on_load_checkpoint(trainer, module, checkpoint)  # type: ignore[arg-type]
     callback.on_train_start(trainer, module)  # type: ignore[arg-type]
-    assert draws() == expected, "rank 3 of 4 takes the state of rank 1 of 2"
+    assert draws() == expected, "rank 3 of 4 would drop what rank 1 drops"
