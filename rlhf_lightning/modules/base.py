@@ -261,7 +261,7 @@ class RLHFModule(L.LightningModule):
         if not self.training:
             self.train()  # it may be from a checkpoint, with dropout
         if number := rank():  # or ranks, which are seeded alike, would drop the same
-            torch.manual_seed(torch.initial_seed() ^ (number << 40))
+            torch.manual_seed(torch.initial_seed() % 2**40 + (number << 40))
         self.fitted_by = self.trainer
 
     def __getstate__(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from rlhf_lightning.arguments import AtLeast0, Program, Seconds, StopIds, TokenI
 from rlhf_lightning.batches import Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import gathered, rank
 from rlhf_lightning.functional.logprobs import LARGEST, token_logprobs
+from rlhf_lightning.models.loading import warn_once
 from rlhf_lightning.rollout.generators.base import as_generation
 from rlhf_lightning.rollout.generators.vllm_engine import Completion
 from rlhf_lightning.rollout.generators.vllm_server import ServerPool
@@ -229,17 +230,16 @@ class VllmGenerator:
     def options_for(self, model: PreTrainedModel) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`, with the dtype that `model` computes in.
 
-        Raises:
-            ValueError: for 16 bits where there are adapters.
+        Adapters need float32; 16 bits that were asked for are a warning there.
         """
         device, dtype = model.device.type, self.options["dtype"]
         if any(isinstance(module, LoraLayer) for module in model.modules()):
             if dtype not in ("auto", "float32"):
-                raise ValueError(
-                    f"rollout.engine.dtype={dtype} rounds away what an adapter, which is merged, "
-                    "changes: leave it out (float32), or use rollout=cached"
+                warn_once(
+                    f"rollout.engine.dtype={dtype} rounds away much of what a young adapter, which "
+                    "is merged, changes: leave it out (float32), or use rollout=cached"
                 )
-            dtype = "float32"
+            dtype = "float32" if dtype == "auto" else dtype
         elif dtype == "auto":
             autocast = torch.is_autocast_enabled(device)
             dtype = torch.get_autocast_dtype(device) if autocast else model.dtype
