@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,8 @@ COLUMNS = (
     *("val/kl_per_token", "val/kl_per_response", "val/response_length", "val/distinct_2"),
 )
 NUM_CURVES = 6
-_MODELS = ("paths.artifacts", "paths.suffix", "paths.apart")  # where the models of a run are
+_MODELS = ("artifacts", "suffix", "apart")  # of `paths`: where the models of a run are
+_NOT_SET = ("", "not set")
 _HEAD = 250  # characters with which each page of ours begins
 
 
@@ -48,12 +49,16 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
         FileNotFoundError: if a folder has no summary.
     """
     configs = _told_apart(folders)
-    keys = list(dict.fromkeys(key for config in configs for key in config))
-    shown = [{key: config.get(key, "not set") for key in keys} for config in configs]
-    different = [key for key in keys if len({config[key] for config in shown}) > 1]
+    keys = (key for config in configs for key in config)
+    rows = {key: [config.get(key, _NOT_SET) for config in configs] for key in keys}
+    # Another text with one value is no difference, nor what one text makes of another setting.
+    different = [
+        k for k, row in rows.items() if all(len({*of}) > 1 for of in zip(*row, strict=True))
+    ]
+    different.sort(key=lambda key: _NOT_SET in rows[key])
     runs = []
-    for folder, config in zip(folders, shown, strict=True):
-        settings = {key: config[key] for key in different}
+    for place, folder in enumerate(folders):
+        settings = {key: rows[key][place][1] for key in different}
         short = _named(settings.items())
         parts = folder.path.resolve().parts
         name = "/".join(parts[-2:]) if folder.name.isdigit() else folder.name
@@ -191,37 +196,43 @@ def _line(label: str, runs: Sequence[Mapping[float, float]]) -> Series:
     return Series(label, means, "marks", [(min(of), max(of)) for of in values])
 
 
-def _told_apart(folders: Sequence[RunFolder]) -> list[dict[str, str]]:
-    """Return the settings of each run as text by dotted key; those that differ have other texts.
+def _told_apart(folders: Sequence[RunFolder]) -> list[dict[str, tuple[str, str]]]:
+    """Return the settings of each run by dotted key, as written and as shown.
 
     Of a folder only the last part is shown: several with the same one are numbered.
     """
-    configs = [dict(_leaves(saved_config(folder))) for folder in folders]
-    whole = [dict(_leaves(saved_config(folder, public=False))) for folder in folders]
-    for folder, config, own in zip(folders, configs, whole, strict=True):
-        beside = f"{folder.path.resolve().parent}/"  # as each pipeline has its own
-        own |= {key: own[key].replace(beside, "../") for key in _MODELS if key in own}
-        config |= {key: without_folders(own[key]) for key in _MODELS if key in own}
-    values: dict[tuple[str, str], list[str | None]] = {}
-    for config, own in zip(configs, whole, strict=True):
-        for key, text in config.items():
-            if own.get(key) not in (known := values.setdefault((key, text), [])):
-                known.append(own.get(key))
-    for config, own in zip(configs, whole, strict=True):
-        for key, text in config.items():
-            if len(known := values[key, text]) > 1:
-                config[key] = f"{text} ({known.index(own.get(key)) + 1})"
+    configs = [dict(_leaves(*_settings_of(folder))) for folder in folders]
+    written: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+    for key, (own, text) in (item for config in configs for item in config.items()):
+        if "${" not in own:
+            written[key, text].setdefault(own, len(written[key, text]) + 1)
+    for config in configs:
+        for key, (own, text) in config.items():
+            if len(numbers := written[key, text]) > 1 and own in numbers:
+                config[key] = own, f"{text} ({numbers[own]})"
     return configs
+
+
+def _settings_of(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configuration as written and as shown, with the places of the run's models."""
+    own, shown = saved_config(folder, public=False), saved_config(folder)
+    beside = f"{folder.path.resolve().parent}/"  # as each pipeline has its own
+    paths = own.get("paths") or {}
+    places = {key: str(paths[key]).replace(beside, "../") for key in _MODELS if paths.get(key)}
+    names = {key: without_folders(place) for key, place in places.items()}
+    return own | {"paths": places}, shown | {"paths": names}
 
 
 def _named(settings: Iterable[tuple[str, str]]) -> str:
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings)
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted key and text of each leaf; a list is one."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+def _leaves(own: Any, shown: Any, prefix: str = "") -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield the dotted key of each leaf of both with its texts; a list is one."""
+    if isinstance(own, Mapping) and isinstance(shown, Mapping) and own:
+        for key in (key for key in own if str(key) in shown):
+            below = f"{prefix}.{key}" if prefix else str(key)
+            yield from _leaves(own[key], shown[str(key)], below)
     else:
-        yield prefix, value if isinstance(value, str) else json.dumps(value, default=str)
+        texts = (v if isinstance(v, str) else json.dumps(v, default=str) for v in (own, shown))
+        yield prefix, (next(texts), next(texts))

@@ -264,12 +264,10 @@ def _settings(summary: Summary | None, folder: RunFolder) -> str:
             "versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()),
         }
     facts = {name: value for name, value in facts.items() if value not in (None, "")}
-    overrides, resolved = (folder.config.with_name(n) for n in ("overrides.yaml", RESOLVED))
-    words = public_words([str(word) for word in _saved(overrides) or ()])
+    words = _saved(folder.config.with_name("overrides.yaml")) or ()
+    words = public_words([str(word) for word in words])
     whole = ""
-    if resolved.is_file():
-        whole = resolved.read_bytes().decode("utf-8", "replace").strip()
-    elif config := saved_config(folder):
+    if config := saved_config(folder):
         whole = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).strip()
     if not (facts or whole or words):
         return ""
@@ -277,7 +275,13 @@ def _settings(summary: Summary | None, folder: RunFolder) -> str:
 
 
 def saved_config(folder: RunFolder, *, public: bool = True) -> dict[str, Any]:
-    """Return the configuration of a run, without its secrets if public; {} if unreadable."""
+    """Return the configuration of a run as it was written, {} if unreadable.
+
+    If public without secrets, and without interpolations where the run has saved it so.
+    """
+    resolved = _saved(folder.config.with_name(RESOLVED)) if public else None
+    if isinstance(resolved, dict):
+        return resolved
     content = _saved(folder.config)
     if not isinstance(content, dict):
         return {}

@@ -114,3 +114,22 @@ def test_runs_that_differ_in_the_folder_of_their_models_are_no_seeds_of_one(tmp_
     assert labels("old", "new") == ["seed=0 artifacts=old", "seed=1 artifacts=new"]
     beside = [folder.path.parent / "artifacts" for folder in folders]
     assert labels(*beside) == ["all runs, 2 seeds"], "a pipeline has its own"
+
+
+def test_settings_are_shown_resolved_and_those_of_one_value_not_at_all(tmp_path):
+    folders = [fake_ppo_run(tmp_path / name, 8) for name in ("a", "b")]
+    written = (
+        "seed: 1\nmodule: {rate: 0.1, policy: '${sft}'}\ndata: {seed: '${seed}', rows: 8}",
+        "seed: 2\nmodule: {rate: '${at}', policy: x/sft}\ndata: {seed: '${seed}', rows: '${n}'}",
+    )
+    resolved = (
+        "seed: 1\nmodule: {rate: 0.1, policy: x/sft}\ndata: {seed: 1, rows: 8}",
+        "seed: 2\nmodule: {rate: 0.2, policy: x/sft}\ndata: {seed: 2, rows: 8}",
+    )
+    for folder, *texts in zip(folders, written, resolved, strict=True):
+        for name, text in zip(("config.yaml", "resolved.yaml"), texts, strict=True):
+            folder.config.with_name(name).write_text(text)
+    first, second = (run.settings for run in read_runs(folders))
+    assert first == {"seed": "1", "module.rate": "0.1"}
+    assert second == {"seed": "2", "module.rate": "0.2"}
+    assert "${" not in render_comparison(folders)
