@@ -40,8 +40,8 @@ _OWN = PackageLoader("rlhf_lightning.reports")
 _TEMPLATES = environment(_OWN, autoescape=True, finalize=_printable)
 _FILTERS = (catalog.counted, catalog.duration, from_here, number, catalog.percent)
 _TEMPLATES.filters |= {each.__name__: each for each in _FILTERS}
-WIDTH, HEIGHT = 360, 196
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 24
+WIDTH, HEIGHT = 360, 210
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 38
 NUM_COLOURS = 6
 _MAX_POINTS = 240
 _SMOOTH_FROM = 60
@@ -100,7 +100,7 @@ def line_chart(
     unit: str = "",
     band: Sequence[float] | None = None,
     references: Sequence[tuple[str, float]] = (),
-    whole: bool = True,
+    axis: str = ITERATION,
 ) -> str:
     """Return an `<svg>` with axes, ticks, the band shaded, and the curves.
 
@@ -112,7 +112,7 @@ def line_chart(
         unit: "share" labels the axis in percent.
         band: the healthy range, shaded where it lies within the axis.
         references: label and value of horizontal lines to hold the curves against.
-        whole: whether the horizontal axis counts, as iterations do, or measures.
+        axis: what the horizontal axis shows; iterations are counted, all else is measured.
     """
     finite = [p for s in series for p in s.points if math.isfinite(p[1])]
     if not finite:
@@ -128,19 +128,21 @@ def line_chart(
     named = (zip(s.points, s.bounds, s.names, strict=False) for s in series)
     names = [(x, high, name) for each in named for (x, _), (_, high), name in each]
     shapes = [shape for index, one in enumerate(series) for shape in _shapes(one, index)]
-    axes = {"frame": frame, "rows": _labelled(ticks, unit), "columns": frame.columns(whole)}
+    columns = frame.columns(axis == ITERATION)
+    axes = {"frame": frame, "axis": axis, "rows": _labelled(ticks, unit), "columns": columns}
     marks = {"bands": bands, "shapes": shapes, "names": names, "references": references}
     return render("chart.svg", title=title, **axes, **marks)
 
 
-def histogram(title: str, parts: Mapping[str, Sequence[float]]) -> Markup | str:
+def histogram(title: str, parts: Mapping[str, Sequence[float]], of: str) -> Markup | str:
     """Return an `<svg>` of how often values occur, the parts over each other in the same bins.
 
     There are about 20 bins of a round width, with an edge at 0.
 
     Args:
-        title: read out by screen readers.
+        title: of the horizontal axis.
         parts: label -> finite values; without any the result is "".
+        of: what is counted.
     """
     values = [value for part in parts.values() for value in part]
     if not values:
@@ -163,7 +165,8 @@ def histogram(title: str, parts: Mapping[str, Sequence[float]]) -> Markup | str:
         tops = [(edge, counts[place]) for place in range(low, high) for edge in (place, place + 1)]
         areas.append([(edge * step - shift, count) for edge, count in [(low, 0), *tops, (high, 0)]])
     axes = {"frame": frame, "rows": _labelled(ticks), "columns": frame.columns(shift > 0)}
-    return render("chart.svg", title=title, areas=areas, **axes)
+    axis = f"{title}; upwards: number of {of}"
+    return render("chart.svg", title=title, axis=axis, areas=areas, **axes)
 
 
 def nice_ticks(low: float, high: float, count: int) -> list[float]:

@@ -154,7 +154,8 @@ def _chart(runs: Sequence[Run]) -> Figure | None:
         series.append(Series(run.label, points, "marks", bounds))
     if sum(bool(one.points) for one in series) < 2:
         return None
-    chart = line_chart(title, series, unit="share", whole=False)
+    axis = "KL from the baseline, nats a token"
+    chart = line_chart(title, series, unit="share", axis=axis)
     return Figure(title, chart, legends=[one.label for one in series])
 
 

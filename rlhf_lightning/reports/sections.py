@@ -30,6 +30,7 @@ _BEST_OF = {
     "score": "score",
     "response_length": "tokens a response",
 }
+_ROOT = "√KL, of nats a response"
 # Judges of a win rate, the one that counts most first.
 _ROUND_JUDGES = {"gold": "the gold reward", "human": "people", "judge": "a judge"}
 _ROUND_COLUMNS = (
@@ -101,7 +102,7 @@ def overoptimization_section(rows: Rows, metrics: Metrics) -> str:
         points = _held_out(rows, metrics, name)
         if len(points) > 1:
             series.append(Series(label, points, "marks"))
-    chart = line_chart("score over the square root of KL", series, whole=False)
+    chart = line_chart("score over the square root of KL", series, axis=_ROOT)
     labels = [s.label for s in series]
     figure = Figure("Reward over √KL", chart, legends=labels)
     return render("overoptimization.html", figure=figure, gold="gold reward, held-out" in labels)
@@ -126,7 +127,7 @@ def best_of_figures(metrics: Metrics) -> list[Figure]:
                 names.append(f"n={n}")
         unit = "share" if name in ("gold_win_rate", "pass_at_k", "maj_at_k") else ""
         series = [Series(label, points, "marks", bounds, names)]
-        if chart := line_chart(label, series, unit=unit, whole=False):
+        if chart := line_chart(label, series, unit=unit, axis=_ROOT):
             figures.append(Figure(f"{catalog.capitalized(label)} over √KL", chart))
     return figures
 
@@ -187,13 +188,14 @@ def answers_figures(lines: Lines) -> tuple[list[Figure], str]:
         theirs = {name: line.get(f"baseline_{name}") for name in ("score", "length")}
         sides = dict(zip(labels, (theirs, line), strict=True))
     figures = []
-    for name, title in (("score", "Score of a response"), ("length", "Tokens a response")):
+    for name, title in (("score", "score of a response"), ("length", "tokens a response")):
         values = {label: _numbers(side.get(name)) for label, side in sides.items()}
         if parts := {label: part for label, part in values.items() if part}:
             means = [fmean(part) for part in parts.values()]
             shown = [number(mean, like=max(map(abs, means))) for mean in means]
             legends = [f"{label}, mean {mean}" for label, mean in zip(parts, shown, strict=True)]
-            figures.append(Figure(title, histogram(title, parts), legends=legends))
+            chart = histogram(title, parts, "responses")
+            figures.append(Figure(catalog.capitalized(title), chart, legends=legends))
     count = max((len(_numbers(side.get("length"))) for side in sides.values()), default=0)
     what, of = ("held-out response", "a side") if held_out else ("response", "of a rollout")
     return figures, f"{catalog.counted(count, what)} {of}." * (count > 0)
@@ -208,7 +210,8 @@ def pairs_section(lines: Lines) -> str:
     above, below = ([m for m in margins if (m > 0) is right] for right in (True, False))
     parts = {"ranked right": above, "ranked wrong": below}
     mean = f"mean {number(fmean(margins))}"
-    figure = Figure("Margin", histogram("margin", parts), now=mean, legends=list(parts))
+    chart = histogram("margin", parts, "pairs")
+    figure = Figure("Margin", chart, now=mean, legends=list(parts))
     rows, wrong = pairs[-1]["reliability"], pairs[-1]["wrong"]
     return render("pairs.html", figure=figure, rows=rows, wrong=wrong, count=len(margins))
 

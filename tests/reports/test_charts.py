@@ -23,7 +23,9 @@ def drawn(svg: str) -> list[list[tuple[float, float]]]:
 
 
 def test_a_rising_curve_rises_and_spans_the_width():
-    (line,) = drawn(line_chart("score", [Series("score", [(1, 0.0), (2, 1.0), (3, 4.0)])]))
+    svg = line_chart("score", [Series("score", [(1, 0.0), (2, 1.0), (3, 4.0)])])
+    (line,) = drawn(svg)
+    assert ">iteration</text>" in svg, "an axis says what it shows"
     xs, ys = zip(*line, strict=True)
     assert xs[0] == LEFT
     assert xs[-1] == WIDTH - RIGHT
