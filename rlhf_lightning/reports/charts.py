@@ -57,7 +57,8 @@ class Series:
     Args:
         label: its name, shown when a chart has several.
         points: (iteration, value), sorted; values that are not finite are gaps.
-        bounds: low and high of each point, drawn as a line through it where both are finite.
+        bounds: low and high of each point: of `marks` a line through it where both are finite, of a
+            line a band around it.
         names: of the points, written above their bounds.
         kind: `line` for a measurement every iteration, `marks` for one now and then, `dots` for
             points that no line joins.
@@ -261,14 +262,14 @@ def _shapes(series: Series, index: int) -> list[_Shape]:
         bounds = zip(series.points, series.bounds, strict=False)
         bars = [[(x, end) for end in ends if math.isfinite(end)] for (x, _), ends in bounds]
         return shapes + [(f"faint {colour}", bar, "", 0) for bar in bars if len(bar) == 2]
+    if series.bounds:
+        ends = list(zip(series.points, series.bounds, strict=True))
+        low, high = (_smooth([(x, of[side]) for (x, _), of in ends]) for side in (0, 1))
+        shapes.append((f"range {colour}", [*low, *reversed(high)], "", 0))
     for run in runs:
-        curve, is_long = thin(run, _MAX_POINTS), len(run) >= _SMOOTH_FROM
-        shapes += [(f"faint {colour}", curve, "", 0)] * is_long
-        if len(run) == 1:
-            shapes.append((colour, run, hollow, 3))
-        else:
-            smooth = thin(_running_mean(run), _MAX_POINTS) if is_long else curve
-            shapes.append((f"line {colour}", smooth, dashed, 0))
+        shapes += [(f"faint {colour}", thin(run, _MAX_POINTS), "", 0)] * (len(run) >= _SMOOTH_FROM)
+        one = (colour, run, hollow, 3)
+        shapes.append(one if len(run) == 1 else (f"line {colour}", _smooth(run), dashed, 0))
     return shapes
 
 
@@ -285,12 +286,15 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
     return kept
 
 
-def _running_mean(points: Sequence[Point]) -> list[Point]:
+def _smooth(points: Sequence[Point]) -> list[Point]:
+    """Return the curve, or the running mean of a long one, of points that can be drawn."""
+    if len(points) < _SMOOTH_FROM:
+        return list(points)
     window = max(5, len(points) // 20) // 2
     totals = list(accumulate((value for _, value in points), initial=0.0))
     edges = [(max(0, i - window), min(len(points), i + window + 1)) for i in range(len(points))]
     means = [(totals[end] - totals[first]) / (end - first) for first, end in edges]
-    return [(x, mean) for (x, _), mean in zip(points, means, strict=True)]
+    return thin([(x, mean) for (x, _), mean in zip(points, means, strict=True)], _MAX_POINTS)
 
 
 Rows = Sequence[Mapping[str, float]]

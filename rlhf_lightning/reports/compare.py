@@ -25,6 +25,7 @@ COLUMNS = (
 )
 NUM_CURVES = 6
 _MODELS = ("artifacts", "suffix", "apart")  # of `paths`: where the models of a run are
+_LONGEST_LABEL = 80
 _NOT_SET = ("", "not set")
 _HEAD = 250  # characters with which each page of ours begins
 
@@ -55,14 +56,13 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
     different = [
         k for k, row in rows.items() if all(len({*of}) > 1 for of in zip(*row, strict=True))
     ]
-    different.sort(key=lambda key: _NOT_SET in rows[key])
     runs = []
     for place, folder in enumerate(folders):
         settings = {key: rows[key][place][1] for key in different}
         short = _named(settings.items())
         parts = folder.path.resolve().parts
-        name = "/".join(parts[-2:]) if folder.name.isdigit() else folder.name
-        label = short if 0 < len(settings) <= 3 and len(short) <= 80 else name
+        name = "/".join(parts[-2:]) if folder.name[:1].isdigit() else folder.name
+        label = short if 0 < len(settings) <= 3 and len(short) <= _LONGEST_LABEL else name
         runs.append(Run(folder, label, read_summary(folder), settings))
     counts = Counter(run.label for run in runs)  # runs of one label would be one line of the curves
     common = os.path.commonpath([folder.path.resolve() for folder in folders])
@@ -96,15 +96,17 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
     runs = read_runs(folders)
     stages = ", ".join(sorted({run.summary.title for run in runs}))
     columns = [n for n in COLUMNS if any(run.summary.metrics.get(n) is not None for run in runs)]
+    own = [key for key in runs[0].settings if any(run.settings[key] == _NOT_SET[1] for run in runs)]
     body = render(
         "comparison.html",
         runs=runs,
         stages=stages,
         unfinished=sum(run.summary.status != "completed" for run in runs),
-        columns={name: quantity(name).label for name in columns},
+        shared=[key for key in runs[0].settings if key not in own],
+        own=own,
+        columns={name: quantity(name).label.removeprefix("held-out ") for name in columns},
         show=show,
         ends=ends,
-        exported=next((run for run in runs if run.folder.export.is_dir()), None),
         paired=paired_with_first(runs),
         chart=_chart(runs),
         curves=curves_of(runs),
@@ -131,7 +133,7 @@ def paired_with_first(runs: Sequence[Run]) -> list[dict[str, Any]]:
             key, is_rate = f"val/{name}", name.endswith("_win_rate")
             known = ends({f"{key}_low": low, f"{key}_high": high}, key)
             shown = low > 0.5 or high < 0.5 if is_rate else low > 0 or high < 0
-            label = f"{quantity(key).label}, over the first" if is_rate else quantity(key).label
+            label = quantity(key).label.removeprefix("held-out ") + ", over the first" * is_rate
             rows.append((label, "+" * (value > 0 and not is_rate) + show(key, value), known, shown))
         found.append({"run": run, "num_prompts": count, "rows": rows})
     return found
@@ -156,31 +158,35 @@ def _chart(runs: Sequence[Run]) -> Figure | None:
         return None
     axis = "KL from the baseline, nats a token"
     chart = line_chart(title, series, unit="share", axis=axis)
-    return Figure(title, chart, legends=[one.label for one in series])
+    return Figure(title, chart, legends=[one.label * bool(one.points) for one in series])
 
 
 def curves_of(runs: Sequence[Run]) -> list[Figure]:
     """Return a chart of each metric that one looks at first.
 
-    A line is a run, or the mean of runs that differ in the seed alone, with a bar from the lowest
-    of them to the highest at each iteration that all of them have.
+    A line is a run, or the mean of runs that differ in the seed alone, in a band from the lowest of
+    them to the highest at each iteration that all of them have. It has the colour of its first run.
     """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         others = _named(item for item in run.settings.items() if item[0] != "seed")
         groups.setdefault(others if "seed" in run.settings else run.label, []).append(run)
-    lines = {}
+    labels = {run.label: "" for run in runs}
     for others, group in groups.items():
-        several = f"{others or 'all runs'}, {len(group)} seeds"
-        label = group[0].label if len(group) == 1 else several
-        lines[label] = [read_metrics(run.folder.metrics) for run in group]
+        own = others if len(others) <= _LONGEST_LABEL else group[0].label
+        several = f"{own or 'all runs'}, {len(group)} seeds"
+        labels[group[0].label] = group[0].label if len(group) == 1 else several
+    lines = {g[0].label: [read_metrics(run.folder.metrics) for run in g] for g in groups.values()}
     every = (name for group in lines.values() for rows in group for row in rows for name in row)
-    found, labels = [], list(lines)
+    found = []
     for name in looked_at_first(dict.fromkeys(every))[:NUM_CURVES]:
-        series = [_line(key, [_points(rows, name) for rows in own]) for key, own in lines.items()]
+        series = [
+            _line(key, [_points(rows, name) for rows in lines.get(key, ())]) for key in labels
+        ]
         about = quantity(name)
         if chart := line_chart(about.label, series, unit=about.unit, band=about.healthy):
-            found.append(Figure(capitalized(about.label), chart, code=name, legends=labels))
+            legends = [labels[one.label] if one.points else "" for one in series]
+            found.append(Figure(capitalized(about.label), chart, code=name, legends=legends))
     return found
 
 
@@ -189,12 +195,10 @@ def _points(rows: Sequence[Mapping[str, float]], name: str) -> dict[float, float
 
 
 def _line(label: str, runs: Sequence[Mapping[float, float]]) -> Series:
-    shared = [x for x in runs[0] if all(x in points for points in runs)]
+    shared = [x for x in (runs[0] if runs else ()) if all(x in points for points in runs)]
     values = [[points[x] for points in runs] for x in shared]
     means: list[Point] = [(x, sum(of) / len(of)) for x, of in zip(shared, values, strict=True)]
-    if len(runs) == 1:
-        return Series(label, means)
-    return Series(label, means, "marks", [(min(of), max(of)) for of in values])
+    return Series(label, means, bounds=[(min(of), max(of)) for of in values if len(of) > 1])
 
 
 def _told_apart(folders: Sequence[RunFolder]) -> list[dict[str, tuple[str, str]]]:
