@@ -117,7 +117,9 @@ def pictures(rows: Rows, metrics: sections.Metrics, lines: sections.Lines) -> Pi
     answers = [*sections.wins_figures(metrics), *answers]
     best_of = sections.best_of_figures(metrics)
     places = best_of or first or answers
-    return Pictures(places.pop(0) if places else None, answers, of, best_of, first, more)
+    headline = places.pop(0) if places else None
+    shown = (first, more) if first else (more, [])
+    return Pictures(headline, answers, of, best_of, *shown)
 
 
 def stages_of(summary: Summary | None) -> list[str]:

@@ -42,7 +42,7 @@ class Quantity:
             return ""
         times, unit = (100, " %") if self.unit == "share" else (1, "")
         low, high = (times * end for end in self.healthy)
-        return f"{low:g} to {high:g}{unit}"
+        return f"{low:g}{f' to {high:g}' * (high > low)}{unit}"
 
 
 _ROWS = read_yaml(Path(__file__).with_name("metrics.yaml"))
