@@ -33,10 +33,14 @@ def test_the_hub_can_read_the_front_matter(tmp_path):
 
 
 def test_the_card_of_an_adapter_is_one_of_peft(tmp_path):
-    path = write_model_card(tmp_path, facts("sft", is_adapter=True, hub_base="org/base"))
+    made = {"versions": {"python": "3.11", "torch": "2.9"}, "title": "SFT"}
+    path = write_model_card(tmp_path, facts("sft", is_adapter=True, hub_base="org/base", **made))
     matter = metadata_load(path)
     assert (matter["library_name"], matter["base_model_relation"]) == ("peft", "adapter")
-    assert "AutoPeftModelForCausalLM" in path.read_text()
+    text = path.read_text()
+    assert "AutoPeftModelForCausalLM" in text
+    assert "# Policy after SFT (adapter): world\n" in text
+    assert "* Made with: python 3.11, torch 2.9\n" in text
 
 
 HOSTILE = "x|y <script>a</script> [link](http://evil) `code` *b* --> \x1b[2J\n# Heading"
