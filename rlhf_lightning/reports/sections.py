@@ -73,9 +73,11 @@ def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
     keys = (f"{name}_win_rate", *bound_keys(f"{name}_win_rate"))
     judged = {k: [own.get(key) for key in keys] for k, own in rounds.items()}
     known = {name for own in rounds.values() for name in own}
-    columns = {n: quantity(f"val/{n}") for n in _ROUND_COLUMNS if n in known}
+    labels = {n: quantity(f"val/{n}").label.removeprefix("held-out ") for n in _ROUND_COLUMNS}
+    columns = {n: label for n, label in labels.items() if n in known}
     judge = _ROUND_JUDGES.get(name, "the score")
-    return render("rounds.html", judge=judge, rates=judged, columns=columns, rounds=rounds)
+    tables = {"rates": judged, "columns": columns, "rounds": rounds}
+    return render("rounds.html", judge=judge, show=catalog.show, **tables)
 
 
 def by_round(metrics: Metrics, stages: Sequence[str]) -> dict[str, dict[str, float | None]]:

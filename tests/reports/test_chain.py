@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_lightning.reports.page import write_report
+from rlhf_lightning.reports.sections import rounds_section
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import GateResult, Summary, read_summary, write_summary
 from tests.builders.run_folders import fake_reward_run, fake_sft_run
@@ -54,3 +55,10 @@ def test_each_stage_has_its_figure_its_curve_its_gates_its_time_and_a_link(tmp_p
     links = re.findall(r'href="(.*?)"', page)
     assert links == [f"{name}/report.html" for name in STAGES[:2]]
     assert all((tmp_path / link).is_file() for link in links)
+
+
+def test_the_cells_of_a_table_of_rounds_name_their_columns_and_have_units() -> None:
+    figures = {"gold_win_rate": 0.6, "kl_per_token": 0.25}
+    stages = ["round_1/ppo", "round_2/ppo"]
+    page = rounds_section({f"{of}/{n}": v for of in stages for n, v in figures.items()}, stages)
+    assert page.count('data-label="KL, per token">0.25 nats</td>') == 2
