@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from rlhf_lightning.app.config.compose import HPARAMS, conf_dir  # noqa: E402
-from rlhf_lightning.app.config.ways import meanings_of  # noqa: E402
+from rlhf_lightning.app.config.compose import HPARAMS, conf_dir, described  # noqa: E402
+from rlhf_lightning.app.config.recipes import meanings_of  # noqa: E402
 from rlhf_lightning.hparams import Usual  # noqa: E402
 from rlhf_lightning.misfit import is_union  # noqa: E402
 
@@ -151,17 +151,6 @@ def keys_of(file: Path) -> Iterator[tuple[str, str, str]]:
         comment = match.group(4) or noted
         if (value or comment) and not key.startswith("_"):
             yield ".".join(name for _, name in path), value, comment
-
-
-def described(file: Path) -> str:
-    """Return the comment at the top of a YAML file, without its package line."""
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        if "@package" not in line:
-            lines.append(line.lstrip("# ").strip())
-    return " ".join(lines)
 
 
 def is_global(file: Path) -> bool:

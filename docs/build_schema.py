@@ -20,12 +20,12 @@ from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerati
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-from build_configuration import WHERE, described, keys_of  # noqa: E402
+from build_configuration import WHERE, keys_of  # noqa: E402
 
-from rlhf_lightning.app.config.compose import HPARAMS, conf_dir  # noqa: E402
+from rlhf_lightning.app.config.compose import HPARAMS, conf_dir, described  # noqa: E402
+from rlhf_lightning.app.config.recipes import SCHEMA, meanings_of  # noqa: E402
 from rlhf_lightning.app.config.settings import TrainSettings  # noqa: E402
 from rlhf_lightning.app.config.targets import resolve  # noqa: E402
-from rlhf_lightning.app.config.ways import SCHEMA, meanings_of  # noqa: E402
 
 # Below these a user's files and classes have keys of their own.
 OPEN = ("callbacks.extra", "dataset", "gates", "hydra", "launcher", "model", "module")

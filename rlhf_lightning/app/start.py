@@ -54,7 +54,7 @@ def start(command: str, module: str | None = None) -> None:
     # In one order with the other stream and with child processes, whatever the locale can show.
     sys.stdout.reconfigure(errors="replace", line_buffering=True)  # type: ignore[union-attr]
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(help_text(command), flush=True)  # noqa: T201
+        print_help(command)
         return
     if "--version" in sys.argv[1:]:
         print(f"rlhf_lightning {__version__}", flush=True)  # noqa: T201
@@ -84,10 +84,28 @@ def start(command: str, module: str | None = None) -> None:
     importlib.import_module(f"rlhf_lightning.app.{module or command}").main()
 
 
+def print_help(command: str) -> None:
+    """Print the help of a command, or of the experiment that is named with it."""
+    words = [word.removeprefix("+experiment=") for word in sys.argv[1:]]
+    experiment = next((word for word in words if word.isidentifier()), None)
+    if experiment is None or command not in _SHORT:
+        print(help_text(command), flush=True)  # noqa: T201
+        return
+    # here: help of a command needs no settings
+    from rlhf_lightning.app.config.recipes import experiment_help
+
+    register()
+    try:
+        print(experiment_help(command, experiment), flush=True)  # noqa: T201
+    except ConfigError as error:
+        fail(str(error))
+
+
 def print_recipe(words: Sequence[str]) -> None:
     """Print the file of settings that `--recipe EXPERIMENT` asks for, or end the process."""
     # here: help needs no settings
-    from rlhf_lightning.app.config.ways import recipe, values_of
+    from rlhf_lightning.app.config.recipes import recipe
+    from rlhf_lightning.app.config.ways import values_of
 
     register()
     try:

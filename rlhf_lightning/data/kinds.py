@@ -14,6 +14,7 @@ from rlhf_lightning.data.errors import BadRecordError, describe
 from rlhf_lightning.data.formats import FILL
 from rlhf_lightning.data.public_formats import mapping_of
 from rlhf_lightning.data.records import (
+    KEYS,
     DemonstrationRecord,
     PreferenceRecord,
     PromptRecord,
@@ -29,12 +30,6 @@ from rlhf_lightning.data.records import (
 EVERY = "learn all rows alike with columns={label: null}"
 GOOD = f"name the value of good responses with dataset.source.label_good=VALUE, or {EVERY}"
 _TRUTH = {"true": True, "false": False}
-_KEYS = {
-    "texts": "text",
-    "prompts": "prompt",
-    "demonstrations": "prompt and completion, or messages",
-    "preferences": "prompt, chosen and rejected",
-}
 
 
 @dataclass(frozen=True)
@@ -142,7 +137,7 @@ def to_kind(record: Record, kind: RecordKind, labels: Labels = NO_LABELS) -> Seq
     if kind == "unpaired":
         good = labels.is_good(record)
         if good is None or not isinstance(record, DemonstrationRecord):
-            fix = "give prompt, completion and label, or map one with columns={label: theirs}"
+            fix = f"give {KEYS[kind]}, or map one with columns={{label: theirs}}"
             raise BadRecordError(record.place, f"the row has no label, but {[*columns]}", fix)
         parts = (record.prompt, record.completion, record.domain, record.rendered, good)
         return [UnpairedRecord(*parts, **more)]
@@ -157,7 +152,7 @@ def to_kind(record: Record, kind: RecordKind, labels: Labels = NO_LABELS) -> Seq
         found = f"{kind} were asked for, but the records are {given_kind}"
         if unread := record.origin.unread:
             found += f" (columns that are not read: {', '.join(unread)})"
-        fix = f"give rows with {_KEYS[kind]} ({mapping_of(columns)} maps other names)"
+        fix = f"give rows with {KEYS[kind]} ({mapping_of(columns)} maps other names)"
         fix += f", or choose an experiment that takes {given_kind}"
         raise BadRecordError(record.place, found, fix)
     if kind == "demonstrations" and labels.column is not None and not labels.is_good(record):

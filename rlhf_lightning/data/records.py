@@ -23,6 +23,13 @@ RowT = TypeVar("RowT")
 
 SIDES = ("chosen", "rejected")
 VARIABLES = ("tools", "documents", "chat_template_kwargs")  # columns, of the chat template
+KEYS = {  # of a row, by the kind of its record
+    "texts": "text",
+    "prompts": "prompt",
+    "demonstrations": "prompt and completion, or messages",
+    "preferences": "prompt, chosen and rejected",
+    "unpaired": "prompt, completion and label",
+}
 ROW_KEYS = (*VARIABLES, "system", "history")  # columns of a conversation, beside its texts
 _SAID = (THOUGHT, "tool_calls")  # of a message, beside its content
 ROLES = (*SYSTEM, "user", "assistant", "tool")

@@ -39,6 +39,13 @@ def test_help_names_every_experiment(tmp_path):
         assert name in words or name.partition("_")[2] in words, name
 
 
+def test_help_of_an_experiment_is_its_own(tmp_path):
+    told, status = answer("train", "grpo --help", tmp_path)
+    assert status == 0
+    assert "rlhf-train grpo MODEL FILE --reward FILE.py:NAME" in told
+    assert "  data.num_generations=8\n" in told
+
+
 @pytest.mark.parametrize(
     ("command", "words", "fix"),
     [
@@ -46,6 +53,7 @@ def test_help_names_every_experiment(tmp_path):
         ("train", "+experiment=ppo module.ppo.kl_coef=-1", "module.ppo.kl_coef=-1 must be >= 0"),
         ("train", "dpo org/m file.jsonl", "file.jsonl does not exist"),
         ("train", "--recipe dpoo", "did you mean dpo"),
+        ("train", "dpoo --help", "did you mean dpo"),
         ("chat", f"{RUN}1", f"{RUN}1 is no run and no model: {FOLDER} ORG/NAME; {NEAR}"),
         (
             "evaluate",

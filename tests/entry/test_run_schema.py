@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rlhf_lightning.app.config.compose import conf_dir, register
-from rlhf_lightning.app.config.ways import SCHEMA, recipe
+from rlhf_lightning.app.config.recipes import SCHEMA, recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 

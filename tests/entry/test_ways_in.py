@@ -15,8 +15,9 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhf_lightning.app.command_line import check_command_line
-from rlhf_lightning.app.config.compose import composed, register
-from rlhf_lightning.app.config.ways import read_experiment, recipe, run_yaml, spelled_out, with_file
+from rlhf_lightning.app.config.compose import choices, composed, register
+from rlhf_lightning.app.config.recipes import experiment_help, recipe, run_yaml
+from rlhf_lightning.app.config.ways import read_experiment, spelled_out, with_file
 from rlhf_lightning.app.evaluation import check_context_length
 from rlhf_lightning.app.start import print_recipe, words_of
 from rlhf_lightning.runs.folder import RunFolder
@@ -278,6 +279,17 @@ def test_a_recipe_runs_and_its_comments_are_the_defaults(name, tmp_path, monkeyp
 def _without_hydra(cfg: Any) -> Any:
     cfg.hydra = None
     return cfg
+
+
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_the_help_of_an_experiment_fits_and_has_what_it_takes_and_its_defaults(name):
+    told, one = experiment_help("train", name), read_experiment(name)
+    assert [line for line in told.splitlines() if len(line) > 80] == []
+    wanted = ("+experiment=base",) if name == "base" else (one.start, one.records, *one.others)
+    assert all(text in told for text in wanted)
+    assert ("--reward-model FOLDER" in told) == one.needs_reward
+    count = composed("train", [f"+experiment={name}"]).trainer.validations
+    assert f"  trainer.validations={count}\n" in told
 
 
 def test_a_recipe_takes_further_words():

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -130,10 +130,22 @@ def config_dirs() -> list[str]:
     return [f"{CONFIG_DIR}{Path(folder).absolute()}" for folder in given]
 
 
+def files_of(group: str) -> dict[str, Path]:
+    """Return the files of a config group by name, those of the user's folders included."""
+    folders = [conf_dir(), *(Path(word.removeprefix(CONFIG_DIR)) for word in config_dirs())]
+    files = (path for folder in folders for path in (folder / group).glob("*.yaml"))
+    return {path.stem: path for path in sorted(files, key=lambda path: path.stem)}
+
+
 def choices(group: str) -> list[str]:
     """Return the names of a config group, those of the user's folders included."""
-    folders = [conf_dir(), *(Path(word.removeprefix(CONFIG_DIR)) for word in config_dirs())]
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+    return list(files_of(group))
+
+
+def described(file: Path) -> str:
+    """Return the comment at the top of a YAML file, without its package line."""
+    lines = takewhile(lambda line: line.startswith("#"), file.read_text("utf-8").splitlines())
+    return " ".join(line.lstrip("# ").strip() for line in lines if "@package" not in line)
 
 
 def help_text(entry: str) -> str:

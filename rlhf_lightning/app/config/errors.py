@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NoReturn
 
@@ -113,12 +114,8 @@ def _unknown(path: str, overrides: list[str], config_name: str) -> str:
 def _ours(path: str, keys: Sequence[str]) -> list[str]:
     """Return the keys of ours for a key that other trainers have."""
     name = path.rpartition(".")[2].lower()
-    wanted = [
-        ours.replace(".", r"\.").replace("*", r"\w+")
-        for ours, theirs in WORDS["other_trainers"].items()
-        if name in theirs.split()
-    ]
-    return [key for key in keys if any(re.fullmatch(one, key) for one in wanted)]
+    wanted = [ours for ours, theirs in WORDS["other_trainers"].items() if name in theirs.split()]
+    return [key for key in keys if any(fnmatch(key, one) for one in wanted)]
 
 
 def withdrawn(words: Sequence[str]) -> str | None:

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.resolvers import oc
 
 from rlhf_lightning.app.config.compose import ConfigError, at
+from rlhf_lightning.app.config.recipes import HEAD, run_yaml, schema_line
 from rlhf_lightning.app.config.settings import (
     OF_A_JOB,
     RunSettings,
@@ -18,7 +19,6 @@ from rlhf_lightning.app.config.settings import (
     with_environment,
 )
 from rlhf_lightning.app.config.validate import SettingsT, read_settings
-from rlhf_lightning.app.config.ways import HEAD, run_yaml, schema_line
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RESOLVED, RunFolder
 from rlhf_lightning.runs.public_config import public_config

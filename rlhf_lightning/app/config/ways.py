@@ -1,7 +1,7 @@
-"""The short ways in: `rlhf-train EXPERIMENT MODEL FILE`, `--config run.yaml` and `--recipe dpo`.
+"""The short ways in: `rlhf-train EXPERIMENT MODEL FILE` and `--config run.yaml`.
 
-The first two become the overrides that they stand for; what MODEL and FILE stand for is read in the
-configuration of the experiment, without torch. The third prints a file of settings to start from.
+They become the overrides that they stand for; what MODEL and FILE stand for is read in the
+configuration of the experiment, without torch.
 """
 
 from __future__ import annotations
@@ -13,19 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from rlhf_lightning.app.config.compose import (
     CONFIG_DIR,
-    HPARAMS,
-    WORDS,
     ConfigError,
     at,
     choices,
-    conf_dir,
     config_dirs,
-    dotted_keys,
     given,
     word,
 )
@@ -44,18 +39,7 @@ _FLAGS = (  # ours and Hydra's
 )
 _SAMPLED = "module.sampling.max_new_tokens"
 _SAYS_LENGTHS = re.compile(r"\+*((dataset|model|preset)=|[\w.]*(lengths\b|max_\w+))")
-SCHEMA = "run.schema.json"  # in conf/, written by docs/build_schema.py
-HEAD = """\
-# What was set for this run. In the folder where it was started, the same command with
-#   --config THIS_FILE
-# runs it again; further words change it.
-"""
-_FOLDERS = "config_dir"
-_RECIPE = """\
-# Give MODEL, a folder or hub name, and FILE, which has records ({}); the names are of folders.
-# Then  rlhf-train --config THIS_FILE
-"""
-_DEFAULTS = "\n# The defaults. Remove a # to change one; docs/configuration.md has every key.\n"
+FOLDERS = "config_dir"
 _REWARD = re.compile(
     r"((?P<file>[^=]+\.py):)?(?P<name>(?!\S*\.py(=|$))[\w.]+)(=(?P<weight>-?\d*\.?\d+))?"
 )
@@ -66,11 +50,12 @@ class Experiment(NamedTuple):
 
     Args:
         name: its name.
-        start: key of the model that it starts from.
+        start: key of the model that it starts from; "" of random weights.
         records: kind of the records in its file.
         module: settings of its module, with their interpolations.
         scorer: those of its scorer; None without one.
         needs_reward: whether that is a reward model.
+        others: keys of the further models that it needs.
     """
 
     name: str
@@ -79,12 +64,19 @@ class Experiment(NamedTuple):
     module: Mapping[str, Any]
     scorer: Mapping[str, Any] | None
     needs_reward: bool
+    others: Sequence[str]
 
     def words(self, model: str, model_name: str, file: str, file_name: str) -> list[str]:
         """Return the words of a model and of a file of records; without a file those of a model."""
         found = [f"+experiment={self.name}", "model=pretrained", word("model.name", model_name)]
         named = ["dataset=files", word("dataset.path", file), word("dataset.name", file_name)]
         return [*found, word(self.start, model), *(named if file else ())]
+
+    def example(self) -> list[str]:
+        """Return the words of MODEL and FILE, and of a reward where one is needed."""
+        words = self.words("MODEL", "mine", "FILE", "mine") if self.start else []
+        reward = self.reward_words(["reward.py:score"]) if self.start and self.needs_reward else []
+        return [*words, *reward] or [f"+experiment={self.name}"]
 
     def reward_words(self, functions: Sequence[str]) -> list[str]:
         """Return the words of reward functions, `FILE.py:NAME` or `FILE.py:NAME=WEIGHT`.
@@ -115,7 +107,7 @@ def read_experiment(name: str) -> Experiment:
     """Return what an experiment's short command line stands for.
 
     Raises:
-        ConfigError: if there is no such experiment, or if it starts from no model.
+        ConfigError: if there is no such experiment.
     """
     known = choices("experiment")
     if name not in known:
@@ -125,10 +117,12 @@ def read_experiment(name: str) -> Experiment:
     node: Any = OmegaConf.to_container(cfg, resolve=False)
     module, records = node["module"], node["data"].get("kind", "prompts")
     start = re.fullmatch(r"\$\{(\S+)\}", str(module.get("source", module.get("policy"))))
-    if start is None:
-        raise ConfigError(f"{name} starts from no model: write +experiment={name}")
     needs_reward = "${artifacts.reward}" in str(scorer := node.get("scorer"))
-    return Experiment(name, start[1], records, module, scorer, needs_reward)
+    named = re.findall(r"\$\{artifacts\.(\w+)\}", str(module))
+    key = start[1] if start else ""
+    further = {f"artifacts.{kind}" for kind in named if node["artifacts"][kind]}
+    others = sorted(further - {key, "artifacts.reward"}) if start else []
+    return Experiment(name, key, records, module, scorer, needs_reward, others)
 
 
 def values_of(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -180,6 +174,8 @@ def spelled_out(words: Sequence[str]) -> list[str]:
         return list(words)
     _check_flags(others)
     one = read_experiment(bare[0])
+    if not one.start:
+        raise ConfigError(f"{one.name} starts from no model: write +experiment={one.name}")
     others = [each for each in others if each not in bare]
     model, file = _model_and_file(one, bare[1:], others)
     names = model_name(model), _folder_name(_ENDINGS.sub("", Path(file).name))
@@ -311,63 +307,9 @@ def _words(node: Mapping[Any, Any], where: str = "") -> Iterator[str]:
         nested = isinstance(value, Mapping) and all(re.fullmatch(r"[\w.]+", f"{k}") for k in value)
         if nested and value:
             yield from _words(value, f"{key}.")
-        elif key == _FOLDERS:
+        elif key == FOLDERS:
             yield from (f"{CONFIG_DIR}{Path(folder)}" for folder in value)
         elif key.startswith("~"):
             yield key
         else:  # groups and other keys of the top are there, keys below may be new ones
             yield word(f"{'+' * (key in ADDED)}{'++' * ('.' in key)}{key}", value)
-
-
-def run_yaml(words: Sequence[str]) -> str:
-    """Return the overrides of a run as YAML."""
-    content: dict[str, Any] = {}
-    for one in OverridesParser.create().parse_overrides(list(words)):
-        key = one.key_or_group + (f"@{one.package}" if one.package else "")
-        content[f"~{key}" if one.is_delete() else key] = one.value()
-    if "sweeps" in content:  # this is one job of it
-        content["hydra.mode"] = "RUN"
-    if folders := [one.removeprefix(CONFIG_DIR) for one in config_dirs()]:
-        content[_FOLDERS] = folders
-    return OmegaConf.to_yaml(OmegaConf.create(content))
-
-
-def schema_line() -> str:
-    """Return the comment by which an editor completes and checks a file for `rlhf-train`."""
-    return f"# yaml-language-server: $schema={conf_dir() / SCHEMA}\n"
-
-
-def recipe(name: str, further: Sequence[str]) -> str:
-    """Return a file of settings for an experiment and further words; its defaults are comments.
-
-    Raises:
-        ConfigError: if there is no such experiment, or if the words do not compose.
-    """
-    one = read_experiment(name)
-    words = one.words("MODEL", "mine", "FILE", "mine")
-    words += one.reward_words(["reward.py:score"]) if one.needs_reward else []
-    words = replaced(words, further)
-    cfg = composition("train", [*config_dirs(), *words])
-    cfg.hydra = None
-    values: Any = OmegaConf.to_container(cfg, resolve=True)
-    text, keys = run_yaml(words), list(dotted_keys(cfg))
-    lines = [_RECIPE.format(one.records), schema_line(), text, _DEFAULTS]
-    for searched in WORDS["other_trainers"]:
-        pattern = searched.replace(".", r"\.").replace("*", r"\w+")
-        for key in (key for key in keys if re.fullmatch(pattern, key) and f"{key}:" not in text):
-            _, part, last = f"..{key}".rsplit(".", 2)
-            meaning = meanings_of(HPARAMS[part]).get(last) if part in HPARAMS else None
-            if (value := at(values, key)) is not None or meaning:
-                line = OmegaConf.to_yaml({key: value}).strip()
-                lines.append(f"# {line}{f'  # {meaning}' if meaning else ''}\n")
-    return "".join(lines)
-
-
-def meanings_of(cls: type) -> dict[str, str]:
-    """Return the descriptions of a class's `Args:`, those of its bases included, by name."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        section = (base.__doc__ or "").partition("Args:")[2]
-        for match in re.finditer(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, re.M):
-            found[match.group(1)] = re.sub(r"\s+", " ", match.group(2)).strip()
-    return found
