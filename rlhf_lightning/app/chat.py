@@ -36,7 +36,7 @@ from rlhf_lightning.models.precision import in_precision
 from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.rollout.noise import RowNoise
-from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer, Scorer
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer, Scorer
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
 from rlhf_lightning.runs.metric_catalog import counted
@@ -101,18 +101,18 @@ def load_side(name: str) -> Side:
     return Side(source, policy, precision, scorer)
 
 
-def load_scorer(reward: str | None, sides: Sequence[Side]) -> Scorer | None:
-    """Return what scores the responses: `reward`, or the first run's scorer, if it has one.
+def load_scorer(settings: ChatSettings, sides: Sequence[Side]) -> Scorer | None:
+    """Return what scores the responses: that of the settings, or of the first run that has one.
 
     It prints why nothing does.
     """
     side = next((side for side in sides if side.scorer is not None), sides[0])
-    target = side.scorer if reward is None else None
-    if target is not None:
+    reward, target = settings.reward, settings.scorer
+    if reward is None and target is None and (target := side.scorer) is not None:
         node = target.read("scorer")
         code = [f"{key}={at}" for one in nodes(node) for key, at in one.named_again.items()]
         if code:
-            tell(f"no scores: the run has {', '.join(code)}: name it again, reward=FILE.py:NAME")
+            tell(f"no scores: the run has {', '.join(code)}: name it again, --reward FILE.py:NAME")
             return None
         if getattr(node.call, "holds", None) == "adapter":  # the artifact has it merged
             reward, target = target.get("source"), None
@@ -123,13 +123,8 @@ def load_scorer(reward: str | None, sides: Sequence[Side]) -> Scorer | None:
         tell("no scores: the two have different tokenizers")
         return None
     load = partial(load_scalar_model, source=reward, precision=side.precision)
-    scorer: Scorer
-    if target is not None:
-        scorer = target.build()
-    elif reward is not None and ".py:" in reward:
-        scorer = FunctionScorer(reward)
-    else:
-        scorer = RewardModelScorer(load, policy=side.source, source=reward)
+    of_model = partial(RewardModelScorer, load, policy=side.source, source=reward)
+    scorer: Scorer = target.build() if target is not None and reward is None else of_model()
     for model in scorer.build():
         model.to(side.policy.model.device)
     return scorer
@@ -310,7 +305,7 @@ def run(settings: ChatSettings) -> None:
     """
     quieten()
     sides = [load_side(name) for name in settings.run]
-    chat = Chat(settings, sides, load_scorer(settings.reward, sides))
+    chat = Chat(settings, sides, load_scorer(settings, sides))
     way = "" if chat.has_turns else "without a chat template each line is a prompt of its own\n"
     tell(f"seed={settings.seed} max_new_tokens={chat.length}\n{way}{HELP}")
     with suppress(EOFError):

@@ -30,7 +30,10 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
     stage = settings.spec
     if stage.trains_policy and stage.starts_from != "base":
         named = named_again("evaluate", settings)
-        again = [given(f"++{key}", value) for key, value in named.items()]
+        again, key = list[str](), "scorer.function"
+        if key in named and settings.select("scorer").keys() == {"_target_", "function"}:
+            again = ["--reward", named.pop(key)]
+        again += [given(f"++{key}", value) for key, value in named.items()]
         return _told(_COMPARE, "evaluate", [_word("run", folder.path), *again])
     made = "sft" if stage.trains_policy else "reward"
     made = "base" if settings.start is None else made

@@ -25,6 +25,8 @@ from hydra.types import RunMode
 from rlhf_lightning import __version__
 from rlhf_lightning.app.config.compose import (
     CONFIG_DIR,
+    SHORT,
+    TRAINING,
     ConfigError,
     conf_dir,
     help_text,
@@ -40,7 +42,6 @@ AS_PYTHON = "--as-python"
 MISTAKE = 2  # exit status
 _HOME = re.compile(r"(?<=[=,\[])~(?=/|$)")
 _HYPHENS = re.compile(r"--(?!(?:cfg|package|info)=)[\w.]+=")  # those are Hydra's
-_SHORT = ("train", "plan")  # commands that take EXPERIMENT MODEL FILE
 _OF_HYDRA = ("train", "evaluate", "collect", "pipeline")  # commands that make a run folder
 
 
@@ -70,7 +71,7 @@ def start(command: str, module: str | None = None) -> None:
     prepare_process()
     if command != "pipeline":  # its words may be of one stage: `app/pipeline.py` reads them
         check_words(command)
-    short = any(w.startswith("+experiment=") and w not in typed for w in sys.argv[1:])
+    short = command in SHORT and {*sys.argv[1:]} - {*typed}
     if short and not global_rank():  # on the stream that nobody reads as a program or as JSON
         sys.stderr.write(f"rlhf-{command} {shlex.join(sys.argv[1:])}\n")
     if command == "preview":
@@ -88,7 +89,7 @@ def print_help(command: str) -> None:
     """Print the help of a command, or of the experiment that is named with it."""
     words = [word.removeprefix("+experiment=") for word in sys.argv[1:]]
     experiment = next((word for word in words if word.isidentifier()), None)
-    if experiment is None or command not in _SHORT:
+    if experiment is None or command not in TRAINING:
         print(help_text(command), flush=True)  # noqa: T201
         return
     # here: help of a command needs no settings
@@ -195,7 +196,7 @@ def words_of(command: str) -> list[str]:
     register()
     try:
         words = ways.with_file(words)
-        words = ways.spelled_out(words) if command in _SHORT else words
+        words = ways.spelled_out(words, command) if command in SHORT else words
     except ConfigError as error:
         fail(str(error))
     if gone := errors.withdrawn(words):

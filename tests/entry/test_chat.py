@@ -224,7 +224,7 @@ def test_a_reward_function_of_a_run_is_not_called_until_it_is_named_again(model,
     said = talk(run, lines="who\n")
     assert "no scores: the run has scorer.function=" in said
     (text,) = responses_of(said)
-    said = talk(run, f"reward={model.parent}/reward.py:score", lines="who\n")
+    said = talk(run, "--reward", f"{model.parent}/reward.py:score", lines="who\n")
     assert f"> {text}\nscore {len(text) / 10:.2f}, " in said
 
 

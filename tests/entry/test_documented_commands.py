@@ -23,7 +23,7 @@ import pytest
 from rlhf_lightning.app.config.compose import CONFIG_DIR, choices, composed, register, word
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.config.ways import read_experiment, replaced, values_of
+from rlhf_lightning.app.config.ways import read_experiment, replaced, spelled_out, values_of
 from rlhf_lightning.app.pipeline_steps import as_overrides
 from rlhf_lightning.app.start import with_run
 
@@ -101,11 +101,11 @@ def stray_words(line: str, variables: dict[str, str]) -> list[str]:
     ]
 
 
-def written_out(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the overrides of `EXPERIMENT MODEL FILE`, whose files need not exist."""
-    if not words or words[0] not in choices("experiment"):
-        return words
+def written_out(module: str, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the overrides of `EXPERIMENT MODEL FILE`, whose files need not exist, or a reward."""
     register()
+    if not words or words[0] not in choices("experiment"):
+        return tuple(spelled_out(words, module)) if "--reward" in words else words
     one, (model, file, *rest) = read_experiment(words[0]), words[1:]
     functions, rest = values_of("--reward", rest)
     models, rest = values_of("--reward-model", rest)
@@ -124,7 +124,7 @@ def commands() -> list[Command]:
                 continue
             module = module_of(match)
             rest = match.group(2) if match.group(1) else match.group(4)
-            command = Command(page.name, module, written_out(arguments_of(rest, variables)))
+            command = Command(page.name, module, written_out(module, arguments_of(rest, variables)))
             found.setdefault((module, command.arguments), command)
     return list(found.values())
 

@@ -63,8 +63,11 @@ def test_help_of_an_experiment_is_its_own(tmp_path):
         ("train", "grpo org/m records.jsonl --reward reward.py:scoer", "did you mean score?"),
         ("plan", "grpo org/m records.jsonl --reward rewrad.py:score", "no Python file rewrad.py"),
         ("train", "+experiment=ppo module.estimator=reward.py:Halfed", "did you mean Halved?"),
-        ("evaluate", "run=a scorer=function scorer.function=reward.py:scoer", "mean score?"),
-        ("chat", "org/m reward=reward.py:scoer", "did you mean score?"),
+        ("evaluate", "run=a --reward reward.py:scoer", "did you mean score?"),
+        ("chat", "org/m --reward reward.py:scoer", "did you mean score?"),
+        ("chat", "org/m reward=reward.py:score", "--reward FILE.py:NAME"),
+        ("train", "+experiment=grpo --reward rewrad.py:score", "no Python file rewrad.py"),
+        ("collect", "--reward reward.py:score", "write --reward-model FOLDER"),
     ],
 )
 def test_a_mistake_that_needs_no_torch_is_answered_at_once(command, words, fix, tmp_path):
@@ -79,4 +82,4 @@ def test_a_mistake_that_needs_no_torch_is_answered_at_once(command, words, fix, 
 def test_every_setting_that_names_code_is_looked_up_at_once():
     texts = [file.read_text() for file in (ROOT / "rlhf_lightning").rglob("*.py")]
     named = {name for text in texts for name in re.findall(r"(\w+): .*\bCodeName\b", text)}
-    assert named - {"path"} == CODE.keys() - {"reward"}  # of load_function, and of rlhf-chat
+    assert named - {"path"} == CODE.keys()  # of load_function

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from rlhf_lightning.app.config.compose import ConfigError, composed
+from rlhf_lightning.app.config.ways import spelled_out
 from rlhf_lightning.app.next_command import after_collecting, after_training
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import LENGTH_REWARD, settings_of
@@ -83,9 +84,11 @@ def test_the_evaluation_of_a_policy_names_again_what_a_folder_is_not_trusted_wit
     words = ["+experiment=grpo", *PRETRAINED, "dataset.path=demos.jsonl", "artifacts.sft=org/m"]
     words += ["artifacts.reward=null", "scorer=function", "scorer.function=reward.py:score"]
     _, command = printed(words, "outputs/grpo/1")
-    with pytest.raises(ConfigError, match=r"name it again .*\+\+scorer\.function=\.\.\."):
+    with pytest.raises(ConfigError, match=r"name it again .*--reward FILE\.py:NAME"):
         settings_of("run=outputs/grpo/1", entry="evaluate")
-    settings = settings_of(*command[command.index("run=outputs/grpo/1") :], entry="evaluate")
+    again = spelled_out(command[command.index("run=outputs/grpo/1") :], "evaluate")
+    assert command[-2:] == ["--reward", "reward.py:score"]
+    settings = settings_of(*again, entry="evaluate")
     assert settings.policy == "outputs/grpo/1/export"
     assert settings.dataset == settings_of(*words).dataset
     assert settings.prompts.split in (None, "auto")

@@ -121,10 +121,43 @@ def test_the_short_way_is_the_configuration_of_the_overrides(short, long):
     assert spelled_out(words) == words
 
 
+FUNCTION = "scorer=function scorer.function=reward.py:length"
+
+
+@pytest.mark.parametrize(
+    ("command", "line", "words"),
+    [
+        (
+            "train",
+            "--config-dir=. +experiment=ppo scorer=http seed=2 -m --reward reward.py:length",
+            f"+experiment=ppo seed=2 {FUNCTION} artifacts.reward=null module.value_head=zero "
+            "--config-dir=. -m",
+        ),
+        (
+            "plan",
+            "+experiment=ppo --reward-model org/r seed=2",
+            "+experiment=ppo seed=2 artifacts.reward=org/r",
+        ),
+        ("evaluate", "--cfg job run=a --reward reward.py:length", f"run=a {FUNCTION} --cfg job"),
+        ("evaluate", "--reward-model org/r", "scorer=reward_model artifacts.reward=org/r"),
+        (
+            "evaluate",
+            "--reward reward.py:length --reward reward.py:short=2",
+            both("length short", "{short: 2.0}"),
+        ),
+        ("collect", "--reward-model org/r name=a", "name=a artifacts.reward=org/r"),
+        ("chat", "small --reward reward.py:length", f"small {FUNCTION}"),
+        ("chat", "small --reward-model=org/r", "small reward=org/r"),
+    ],
+)
+def test_a_reward_is_written_alike_for_every_command(command, line, words):
+    assert spelled_out(shlex.split(line), command) == shlex.split(words)
+
+
 def test_a_sweep_and_flags_go_with_the_short_way():
-    line = "-m dpo small preferences.jsonl module.dpo.beta=0.1,0.2"
+    line = "-m dpo small preferences.jsonl --config-dir=. module.dpo.beta=0.1,0.2"
     words = spelled_out(line.split())
-    assert words[-2:] == ["-m", "module.dpo.beta=0.1,0.2"]
+    assert words[-3:] == ["module.dpo.beta=0.1,0.2", "-m", "--config-dir=."]  # as argparse reads
     assert spelled_out(["+experiment=ppo", "--cfg", "job"]) == ["+experiment=ppo", "--cfg", "job"]
 
 
@@ -253,7 +286,7 @@ def test_a_file_may_be_nested_and_the_command_line_comes_behind_it(tmp_path, mon
 def test_other_commands_with_a_run_folder_take_its_file_too(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("seed: 2\nconfig_dir: [/a/b]\npaths: {outputs: o}\n")
     monkeypatch.setattr(sys, "argv", ["rlhf-collect", "--config", "run.yaml", "name=mine"])
-    words = ["seed=2", "--config-dir=/a/b", "++paths.outputs=o", "name=mine"]
+    words = ["seed=2", "++paths.outputs=o", "name=mine", "--config-dir=/a/b"]
     assert words_of("collect") == words
 
 

@@ -258,6 +258,13 @@ def _is_policy(name: str) -> str:
     return name
 
 
+def _is_model(name: str) -> str:
+    if not is_available(name):
+        told = f"={name} is no reward model: give a folder or hub name, or --reward FILE.py:NAME"
+        raise ValueError(f"{told}{near_path(name)}")
+    return name
+
+
 class ChatSettings(CommandSettings):
     """Settings of `rlhf-chat`: talk to a policy, or to two side by side.
 
@@ -266,7 +273,8 @@ class ChatSettings(CommandSettings):
         temperature: sampling temperature, 0 for the likeliest token.
         seed: seeds the sampling noise.
         max_new_tokens: longest response; None for 512, or half of the model's positions.
-        reward: reward model or `FILE.py:NAME` that scores responses; None for the run's.
+        scorer: what scores responses; None for the reward model of the run.
+        reward: folder or hub name of a reward model that scores them in place of that.
         save: file that `/save` appends preferences to.
     """
 
@@ -278,7 +286,8 @@ class ChatSettings(CommandSettings):
     temperature: Temperature = 1.0
     seed: Seed = 1
     max_new_tokens: Count | None = None
-    reward: str | None = None
+    scorer: Scorer | None = None
+    reward: Annotated[str, AfterValidator(_is_model)] | None = None
     save: FilePath = Path("preferences.jsonl")
 
 

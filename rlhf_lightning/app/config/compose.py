@@ -25,6 +25,8 @@ from rlhf_lightning.distributed.launch import launch_time
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
+TRAINING = ("train", "plan")  # commands that take EXPERIMENT MODEL FILE
+SHORT = (*TRAINING, "evaluate", "collect", "chat")  # and those with --reward, --reward-model
 CONFIG_DIR = "--config-dir="  # of Hydra: a folder of the user's, with the groups of conf/
 WORDS: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
     OmegaConf.load(Path(__file__).with_name("words.yaml"))

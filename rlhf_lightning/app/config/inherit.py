@@ -134,9 +134,10 @@ def take_over(
     for key, value in named_again(entry, trained).items():
         group = key.partition(".")[0]
         if not {group, key} & keys:
+            again = "--reward FILE.py:NAME" if key.endswith(".function") else f"++{key}=..."
             raise ConfigError(
                 f"the run has {key}={value}, which its folder alone is not trusted with: name it "
-                f"again on the command line (++{key}=...), or choose another {group}"
+                f"again on the command line ({again}), or choose another {group}"
             )
     changed: Any = OmegaConf.create(cast(Any, OmegaConf.to_container(cfg, resolve=False)))
     OmegaConf.set_struct(changed, False)

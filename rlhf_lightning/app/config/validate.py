@@ -31,7 +31,7 @@ from rlhf_lightning.rollout.scorers.hparams import is_address
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 # Settings that may name a function or class in a file, by their last part, and what it is.
-CODE = {"estimator": "estimator", **dict.fromkeys(("function", "reward"), "reward function")}
+CODE = {"estimator": "estimator", "function": "reward function"}
 _HANDED_ON = ("artifacts.", "dataset.")  # from the command line of a run that is taken over
 # Words of a command line that all stages share.
 SHARED = (

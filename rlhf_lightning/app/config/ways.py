@@ -1,4 +1,4 @@
-"""The short ways in: `rlhf-train EXPERIMENT MODEL FILE` and `--config run.yaml`.
+"""The short ways in: `rlhf-train EXPERIMENT MODEL FILE`, `--reward` and `--config run.yaml`.
 
 They become the overrides that they stand for; what MODEL and FILE stand for is read in the
 configuration of the experiment, without torch.
@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from rlhf_lightning.app.config.compose import (
     CONFIG_DIR,
+    TRAINING,
     ConfigError,
     at,
     choices,
@@ -32,6 +33,7 @@ from rlhf_lightning.runs.reading import read_json, read_yaml
 
 _ENDINGS = re.compile(r"(\.(jsonl?|csv|tsv|parquet|arrow|gz))+$")
 _HYDRA_TAKES_A_WORD = ("--cfg", "-c", "--info", "-i", "--package", "-p")
+_REWARDS = "--reward FILE.py:NAME, several of them, or one --reward-model FOLDER"
 _FLAGS = (  # ours and Hydra's
     *("--reward", "--reward-model", "--config", "--recipe", "--as-python", "--cfg", "--info"),
     *("--package", "--resolve", "--run", "--multirun", "--config-dir", "--config-path"),
@@ -79,28 +81,33 @@ class Experiment(NamedTuple):
         return [*words, *reward] or [f"+experiment={self.name}"]
 
     def reward_words(self, functions: Sequence[str]) -> list[str]:
-        """Return the words of reward functions, `FILE.py:NAME` or `FILE.py:NAME=WEIGHT`.
+        """Return the words of reward functions, which take the place of a reward model."""
+        zero = ["module.value_head=zero"] * ("value_head" in self.module)
+        return [*scorer_words(functions), "artifacts.reward=null", *zero]
 
-        Raises:
-            ConfigError: if one is neither, or if two have one name.
-        """
-        scorers: dict[str, Any] = {}
-        weights = {}
-        for text in functions:
-            found = _REWARD.fullmatch(text)
-            name = found["name"].rpartition(".")[2] if found else ""
-            if found is None or name in scorers:
-                told = "another is called so" if found else "write FILE.py:NAME or FILE.py:NAME=0.2"
-                raise ConfigError(f"--reward {text}: {told}")
-            if found["weight"]:
-                weights[name] = float(found["weight"])
-            function = text.partition("=")[0]
-            scorers[name] = {"_target_": "rlhf_lightning.FunctionScorer", "function": function}
-        own = ["artifacts.reward=null", *["module.value_head=zero"] * ("value_head" in self.module)]
-        if len(functions) == 1 and not weights:
-            return ["scorer=function", word("scorer.function", functions[0]), *own]
-        summed = [given("scorer.scorers", scorers), given("scorer.weights", weights)]
-        return ["scorer=weighted", *summed, *own]
+
+def scorer_words(functions: Sequence[str]) -> list[str]:
+    """Return the words of the scorer of functions, `FILE.py:NAME` or `FILE.py:NAME=WEIGHT`.
+
+    Raises:
+        ConfigError: if one is neither, or if two have one name.
+    """
+    scorers: dict[str, Any] = {}
+    weights = {}
+    for text in functions:
+        found = _REWARD.fullmatch(text)
+        name = found["name"].rpartition(".")[2] if found else ""
+        if found is None or name in scorers:
+            told = "another is called so" if found else "write FILE.py:NAME or FILE.py:NAME=0.2"
+            raise ConfigError(f"--reward {text}: {told}")
+        if found["weight"]:
+            weights[name] = float(found["weight"])
+        function = text.partition("=")[0]
+        scorers[name] = {"_target_": "rlhf_lightning.FunctionScorer", "function": function}
+    if len(functions) == 1 and not weights:
+        return ["scorer=function", word("scorer.function", functions[0])]
+    summed = [given("scorer.scorers", scorers), given("scorer.weights", weights)]
+    return ["scorer=weighted", *summed]
 
 
 def read_experiment(name: str) -> Experiment:
@@ -153,36 +160,53 @@ def replaced(words: Sequence[str], by: Sequence[str]) -> list[str]:
     return [*(one for one in words if one.lstrip("+~").partition("=")[0] not in keys), *by]
 
 
-def spelled_out(words: Sequence[str]) -> list[str]:
-    """Return the overrides that a short command line stands for; other words as they are.
+def spelled_out(words: Sequence[str], command: str = "train") -> list[str]:
+    """Return the overrides that a command line stands for; other words as they are.
+
+    Args:
+        words: `EXPERIMENT MODEL FILE` of a training, `--reward` and `--reward-model` of any.
+        command: its name.
 
     Raises:
         ConfigError: for a wrong experiment, model, file or reward, with what to write.
     """
     functions, others = values_of("--reward", words)
     models, others = values_of("--reward-model", others)
-    bare = [
-        one
-        for before, one in zip(("", *others), others, strict=False)
-        if not one.startswith(("-", "+", "~"))
-        and before not in _HYDRA_TAKES_A_WORD
-        and ("=" not in one or one.startswith(("/", ".")))
-    ]
-    if not bare or any(one.startswith("+experiment=") for one in others):
-        if functions or models:
-            raise ConfigError("--reward and --reward-model are of rlhf-train EXPERIMENT MODEL FILE")
-        return list(words)
-    _check_flags(others)
+    if len(models) + bool(functions) > 1:
+        raise ConfigError(f"give one reward: {_REWARDS}")
+    plain, flags = list[str](), list[str]()
+    for before, one in zip(("", *others), others, strict=False):
+        is_plain = not one.startswith("-") and before not in _HYDRA_TAKES_A_WORD
+        (plain if is_plain else flags).append(one)
+    _check_flags(flags, command)
+    bare = [one for one in plain if re.match(r"[/.]|[^+~=][^=]*$", one)]
+    named = next((one.partition("=")[2] for one in plain if one.startswith("+experiment=")), None)
+    if command in TRAINING and bare and named is None:
+        rest = [each for each in plain if each not in bare]
+        plain = _of_experiment(bare, rest, functions, models)
+    elif functions or models:
+        experiment = read_experiment(named) if named else None
+        plain = replaced(plain, _reward_words(command, experiment, functions, models))
+    return [*plain, *flags]  # argparse wants those without a flag together
+
+
+def _of_experiment(
+    bare: list[str], others: list[str], functions: list[str], models: list[str]
+) -> list[str]:
+    """Return the overrides of EXPERIMENT MODEL FILE."""
     one = read_experiment(bare[0])
     if not one.start:
         raise ConfigError(f"{one.name} starts from no model: write +experiment={one.name}")
-    others = [each for each in others if each not in bare]
     model, file = _model_and_file(one, bare[1:], others)
     names = model_name(model), _folder_name(_ENDINGS.sub("", Path(file).name))
     ours = one.words(model, names[0], file, names[1])
     lengths = [each for each in others if _SAYS_LENGTHS.match(each)]
     ours += fitting_lengths(replaced(ours, lengths), model)
-    told = replaced([*ours, *_reward_words(one, functions, models, others)], others)
+    has_own = any(each.lstrip("+").startswith(("scorer", "artifacts.reward=")) for each in others)
+    if one.needs_reward and not (has_own or functions or models):
+        raise ConfigError(f"{one.name} needs a reward: {_REWARDS}")
+    reward = _reward_words("train", one, functions, models) if functions or models else []
+    told = replaced([*ours, *reward], others)
     if lengths and (fits := fitting_lengths(told, model)):
         keys = {each.partition("=")[0] for each in fits}
         given = " ".join(each for each in lengths if each.lstrip("+").partition("=")[0] in keys)
@@ -191,12 +215,12 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     return told
 
 
-def _check_flags(words: Sequence[str]) -> None:
+def _check_flags(words: Sequence[str], command: str) -> None:
     """Refuse unknown flags; `--KEY=VALUE` is refused where the words are read."""
     for flag, equals, _ in (one.partition("=") for one in words if one.startswith("--")):
         near = did_you_mean(flag, _FLAGS)
         if flag not in _FLAGS and (near or not equals):
-            raise ConfigError(f"unknown flag {flag}{near or ': see rlhf-train --help'}")
+            raise ConfigError(f"unknown flag {flag}{near or f': see rlhf-{command} --help'}")
 
 
 def _model_and_file(one: Experiment, words: list[str], others: Sequence[str]) -> tuple[str, str]:
@@ -269,19 +293,18 @@ def _folder_name(text: str) -> str:
 
 
 def _reward_words(
-    one: Experiment, functions: list[str], models: list[str], others: Sequence[str]
+    command: str, one: Experiment | None, functions: list[str], models: list[str]
 ) -> list[str]:
-    """Return the words of `--reward` or `--reward-model`."""
-    has_own = any(each.lstrip("+").startswith(("scorer", "artifacts.reward=")) for each in others)
-    wants = one.needs_reward and not has_own
-    if (functions or models) and one.scorer is None:
+    """Return the words of `--reward` or `--reward-model`, of an experiment or another command."""
+    if one is not None and one.scorer is None:
         raise ConfigError(f"{one.name} learns from records alone: leave --reward out")
-    if len(models) + bool(functions) > 1 or (wants and not (functions or models)):
-        told = f"{one.name} needs a reward: --reward FILE.py:NAME, several of them"
-        raise ConfigError(f"{told}, or one --reward-model FOLDER")
-    if models:
-        return [word("artifacts.reward", _available(models[0]))]
-    return one.reward_words(functions) if functions else []
+    if command == "collect" and functions:
+        raise ConfigError("rlhf-collect has scores of a reward model: write --reward-model FOLDER")
+    if functions:
+        return scorer_words(functions) if one is None else one.reward_words(functions)
+    chosen = ["scorer=reward_model"] if command == "evaluate" else []
+    key = "reward" if command == "chat" else "artifacts.reward"
+    return [*chosen, word(key, _available(models[0]))]
 
 
 def with_file(words: Sequence[str]) -> list[str]:
