@@ -27,8 +27,7 @@ from rlhf_lightning.app.evaluation import (
     model_config,
     prompt_length,
 )
-from rlhf_lightning.app.failures import record_failure
-from rlhf_lightning.app.run_claim import check_folder
+from rlhf_lightning.app.run_claim import check_folder, record_end
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.arguments import fitting
 from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
@@ -357,7 +356,7 @@ def begin_run(
             set_matmul_precision(settings.trainer.matmul_precision)
             yield summary
         except BaseException as error:
-            record_failure(folder, summary, error, resumes=resumes)
+            record_end(folder, summary, error, resumes=resumes)
             raise
 
 

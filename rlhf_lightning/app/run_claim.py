@@ -16,13 +16,22 @@ from rlhf_lightning.app.config.commands import CollectSettings, PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, hydra_folder
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
+from rlhf_lightning.app.failures import record_failure
 from rlhf_lightning.app.start import fail
 from rlhf_lightning.app.sweep import in_sweep
+from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, global_rank, started_by_others
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.lock import LOCK, FolderTakenError, check_free, check_replaceable, take_run
+from rlhf_lightning.runs.lock import (
+    LOCK,
+    FolderTakenError,
+    check_free,
+    check_replaceable,
+    is_unused,
+    take_run,
+)
 from rlhf_lightning.runs.resume import unfinished_runs
-from rlhf_lightning.runs.summary import summary_or_none
+from rlhf_lightning.runs.summary import Summary, summary_or_none
 
 NOTHING_TO_CONTINUE = "nothing: {} has no run of this configuration to continue"
 _PUBLISHING = ("artifacts.publish", "paths.publish")
@@ -85,6 +94,17 @@ def _check_free_sweep(folder: Path) -> None:
     if found:
         told = f"the folder {folder} is not empty, it holds e.g. {found[0]}"
         raise FolderTakenError(f"{told}: choose another one with hydra.sweep.dir=")
+
+
+def record_end(
+    folder: RunFolder, summary: Summary, error: BaseException, *, resumes: bool = True
+) -> None:
+    """Record how a run failed; of one that was refused before it did anything nothing is kept."""
+    refused = isinstance(error, ConfigError | BadRecordError)
+    if refused and is_unused(folder.path, hydra_log(), folder.summary.name):
+        folder.summary.unlink()
+    else:
+        record_failure(folder, summary, error, resumes=resumes)
 
 
 def hydra_log() -> str:

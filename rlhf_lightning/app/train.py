@@ -32,11 +32,16 @@ from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.evaluation import TrainingComponents, gates_of, measure
-from rlhf_lightning.app.failures import exit_with, explain_failure, record_failure
+from rlhf_lightning.app.failures import exit_with, explain_failure
 from rlhf_lightning.app.model_export import export_trained
 from rlhf_lightning.app.next_command import after_training
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
-from rlhf_lightning.app.run_claim import check_folder, hydra_log, runs_to_continue
+from rlhf_lightning.app.run_claim import (
+    check_folder,
+    hydra_log,
+    record_end,
+    runs_to_continue,
+)
 from rlhf_lightning.app.run_summary import memory_advice, start_settings
 from rlhf_lightning.app.start import AS_PYTHON
 from rlhf_lightning.app.sweep import in_sweep, should_continue
@@ -127,7 +132,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
             failure = explain_failure(error, folder, memory_advice(settings, overrides))
             if first:
                 ended = replace(summary, seconds={"total": _total(summary, started)})
-                record_failure(folder, ended, failure or error)
+                record_end(folder, ended, failure or error)
             if failure is not None:
                 raise failure from error
             raise

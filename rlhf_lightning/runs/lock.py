@@ -25,8 +25,8 @@ HYDRA = ".hydra"  # and in it what Hydra writes
 WRITTEN = ".written.json"  # in a folder that we replace: the files that we have written there
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# Run folders, with the descriptors of their locks, and the folders that were made: it, those above.
-_locks: dict[Path, tuple[int, list[Path]]] = {}
+_locks: dict[Path, int] = {}  # of run folders that are taken and not yet claimed: descriptors
+_made: dict[Path, list[Path]] = {}  # of every run folder that was taken: what was made, it first
 
 
 class FolderTakenError(FileExistsError, RuntimeError):
@@ -71,7 +71,7 @@ def claim_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> I
         FolderTakenError: if a living process writes into the folder.
     """
     take_run(folder, check)
-    lock, _ = _locks.pop(Path(folder).resolve())
+    lock = _locks.pop(Path(folder).resolve())
     try:
         yield
     finally:
@@ -94,7 +94,7 @@ def take_run(folder: Path | str, check: Callable[[], None] = lambda: None) -> No
         raise FolderTakenError(
             f"{folder} is in use by {user}: wait, or choose another hydra.run.dir="
         )
-    _locks[key] = lock, made
+    _locks[key], _made[key] = lock, made
 
 
 def is_claimed(folder: Path | str) -> bool:
@@ -162,30 +162,31 @@ def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool =
         log: name of Hydra's log.
         link: leave a link to it, for a sweep that counts the runs in its folder.
     """
-    if _is_unused(folder.path, log):
+    if is_unused(folder.path, log):
         shutil.rmtree(folder.path)
     if link and not folder.path.exists():
         folder.path.symlink_to(os.path.relpath(instead.path, folder.path.parent))
 
 
 def drop_refused(log: str) -> None:
-    """Remove what this process has made for a run that has not begun: its folder, empty ones above.
+    """Remove what this process has made for a run that did nothing: its folder, empty ones above.
 
     A folder that was there before stays, as does one with other files than Hydra's and ours.
 
     Args:
         log: name of Hydra's log.
     """
-    for folder, (_, made) in _locks.items():
-        if made and _is_unused(folder, log):
+    for folder, made in _made.items():
+        if made and is_unused(folder, log):
             shutil.rmtree(folder, ignore_errors=True)  # other ranks may write there
             for above in made[1:]:
                 with suppress(OSError):  # it is not empty
                     above.rmdir()
 
 
-def _is_unused(folder: Path, log: str) -> bool:
-    return folder.is_dir() and set(os.listdir(folder)) <= {LOCK, HYDRA, RUN_YAML, log}
+def is_unused(folder: Path, *also: str) -> bool:
+    """Return whether a folder has nothing but Hydra's files, ours and those with these names."""
+    return folder.is_dir() and set(os.listdir(folder)) <= {LOCK, HYDRA, RUN_YAML, *also}
 
 
 def _acquire(path: Path, *, blocking: bool = False) -> int | None:

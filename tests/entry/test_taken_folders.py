@@ -113,10 +113,14 @@ def test_a_folder_that_was_made_for_a_refused_run_goes_and_what_else_is_there_st
     (tmp_path / "notes/run/notes.txt").write_text("x")
     (tmp_path / "shared/other").mkdir()
     with claim_run(tmp_path / "begun"):
+        (tmp_path / "begun/summary.json").write_text("{}")
         drop_refused("train.log")
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_dir()}
     kept = {"mine", "mine/.hydra", "notes", "notes/run", "notes/run/.hydra"}
     assert left == kept | {"shared", "shared/other", "begun"}
+
+
+NAMED = ("dataset.path=ROWS", "dataset.name=nosuch")
 
 
 @pytest.mark.thorough
@@ -124,15 +128,21 @@ def test_a_folder_that_was_made_for_a_refused_run_goes_and_what_else_is_there_st
     ("command", "words"),
     [
         ("train", ["+experiment=sft", "ckpt_path=nosuch.ckpt"]),
-        ("evaluate", ["policy=./nosuch", "baseline=./nosuch"]),
+        ("evaluate", ["human=import", "people.run=nosuch"]),
+        ("train", ["sft", "START", "ROWS"]),  # by the second row, after torch
+        ("evaluate", ["policy=START", "baseline=START", "dataset=files", *NAMED]),
     ],
 )
-def test_a_command_that_is_refused_leaves_no_folder(tmp_path, command, words):
-    words = ("-m", f"rlhf_lightning.{command}", *words)
-    done = run_python(*words, folder=tmp_path, environment=environment())
-    assert done.returncode == 2
+def test_a_command_that_is_refused_leaves_no_folder(tmp_path, start, command, words):
+    rows, here = tmp_path / "nosuch.jsonl", tmp_path / "here"
+    rows.write_text('{"prompt": "a b", "completion": "c"}\n' * 40 + '{"prompt": 1}\n')
+    here.mkdir()
+    given = [word.replace("START", str(start)).replace("ROWS", str(rows)) for word in words]
+    words = ("-m", f"rlhf_lightning.{command}", *given)
+    done = run_python(*words, folder=here, environment=environment())
+    assert done.returncode == 2, done.stderr
     assert "nosuch" in done.stderr
-    assert list(tmp_path.iterdir()) == []
+    assert list(here.iterdir()) == []
 
 
 SOMEBODY_ELSES = ("report.html", "server.log", ".hydra/config.yaml", "runs/1/events")

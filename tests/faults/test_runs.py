@@ -73,5 +73,4 @@ def test_more_tokens_than_the_model_can_read_are_refused_first(
     with pytest.raises(ConfigError) as caught:
         completed(folder.path, stage, start, *overrides)
     assert str(caught.value).startswith(message)
-    assert read_summary(folder).cause == str(caught.value)
-    assert not folder.metrics.exists()
+    assert {path.name for path in folder.path.iterdir()} <= {".lock", ".hydra", "run.yaml"}
