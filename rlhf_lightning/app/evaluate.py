@@ -51,13 +51,11 @@ from rlhf_lightning.evaluation.held_out import (
     held_out_comparison,
 )
 from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
-from rlhf_lightning.misfit import near_path
 from rlhf_lightning.models.precision import MIXED_BF16, in_precision
 from rlhf_lightning.preferences.annotation.store import StoreError
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.manifest import is_available
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
@@ -114,13 +112,10 @@ def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateS
     Raises:
         ConfigError: for a missing path that the user gave.
     """
+    settings.check_sides()
     scorer, models = settings.scorer, settings.artifacts.models()
     sides = {"policy": settings.policy, "baseline": settings.baseline}
     sides = sides if settings.compares_policies else {}
-    for side, value in sides.items():
-        if value not in models.values() and not is_available(value):
-            told = f"{side}={value} does not exist: give a model folder or a hub name"
-            raise ConfigError(f"{told}{near_path(value)}")
     check_world(settings, sides.values())
     used: set[str | None] = set(sides.values())
     if scorer is not None and (settings.benchmark is None or not sides):

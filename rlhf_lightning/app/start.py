@@ -124,10 +124,13 @@ def check_words(command: str) -> None:
 
     def read(cfg: Any, words: Sequence[str]) -> None:
         run = cfg.run if command in ("evaluate", "collect") else None
-        if run is None:
-            validate.plain_settings(commands.COMMANDS[command], cfg)
         validate.check_functions(cfg)
-        if run is not None:
+        if run is None:
+            settings = validate.plain_settings(commands.COMMANDS[command], cfg)
+            if isinstance(settings, commands.EvaluateSettings):
+                settings.check_sides()
+            validate.check_first_record(settings)
+        else:
             inherit.training_file(RunFolder(Path(str(run))))
 
     read_words(command, read, "train" if command == "plan" else command)

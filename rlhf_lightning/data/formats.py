@@ -24,10 +24,9 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import takewhile
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.data.errors import BadRecordError, Location, closest, describe, wrong_value
 from rlhf_lightning.data.files import Row, TableRow
@@ -73,9 +72,6 @@ _QUIET = ("domain", "margin", "rendered")
 KNOWN_KEYS = (*TEXT_KEYS, *_QUIET, "label", *ROW_KEYS)
 _EMPTY = ("None", "", "[]", "{}", "nan")
 *_LISTS, _KWARGS = VARIABLES
-_RENDERER_OPTIONS = frozenset(
-    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-)
 
 
 class RowParser:
@@ -436,7 +432,7 @@ def with_row_keys(record: Record, ours: Mapping[str, Any]) -> tuple[Record, list
         fix = "write earlier turns as messages, or hide the column with columns={history: null}"
         raise BadValueError("the column 'history' is not read beside a conversation", fix)
     kwargs = given.get(_KWARGS) or {}
-    if not isinstance(kwargs, Mapping) or not _RENDERER_OPTIONS.isdisjoint(kwargs):
+    if kwargs and (not isinstance(kwargs, Mapping) or not _renderer_options().isdisjoint(kwargs)):
         found = f"{_KWARGS} holds {describe(kwargs)}, expected variables of a chat template"
         raise BadValueError(found, f"hide it with columns={{{_KWARGS}: null}}")
     kwargs = {key: each for key, each in kwargs.items() if each is not None}
@@ -453,3 +449,10 @@ def with_row_keys(record: Record, ours: Mapping[str, Any]) -> tuple[Record, list
         message = [{"role": "system", "content": system}]
         prompt = prompt if own else (*parse_messages(message, "system"), *prompt)
     return replace(record, prompt=prompt, variables={**lists, **kwargs}), used
+
+
+@cache
+def _renderer_options() -> frozenset[str]:
+    from transformers import PreTrainedTokenizerBase  # half a second: only such rows pay
+
+    return frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)

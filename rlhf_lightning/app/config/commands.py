@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import (
     Annotator,
     ArtifactsSettings,
@@ -102,6 +103,18 @@ class EvaluateSettings(FiguresSettings):
             raise ValueError("benchmark takes the place of the comparison: leave human and best_of")
         self._check_best_of()
         return self
+
+    def check_sides(self) -> None:
+        """Refuse a policy or baseline that is no model, and none that a stage makes.
+
+        Raises:
+            ConfigError: with the nearest folder.
+        """
+        for side in ("policy", "baseline") if self.compares_policies else ():
+            value, ours = getattr(self, side), self.artifacts.models().values()
+            if value not in ours and not is_available(value):
+                told = f"{side}={value} does not exist: give a model folder or a hub name"
+                raise ConfigError(f"{told}{near_path(value)}")
 
     def _check_best_of(self) -> None:
         counts, pool = self.best_of.n, self.best_of.pool

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,11 +21,17 @@ from rlhf_lightning.app.config.compose import (
     at,
     choices,
     describe_interpolation,
+    files_of,
     texts,
     written_keys,
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
 from rlhf_lightning.app.config.settings import CommandSettings, RunSettings, TrainSettings
+from rlhf_lightning.app.config.targets import OWN, TargetError
+from rlhf_lightning.data.files import checked_rows
+from rlhf_lightning.data.formats import RowParser
+from rlhf_lightning.data.kinds import to_kind
+from rlhf_lightning.data.records import DemonstrationRecord, kind_of
 from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.rollout.scorers.functions import check_function
 from rlhf_lightning.rollout.scorers.hparams import is_address
@@ -180,6 +187,38 @@ def check_functions(cfg: DictConfig | Mapping[str, Any]) -> None:
                 check_function(text, what)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
+
+
+def check_first_record(settings: CommandSettings) -> None:
+    """Refuse a file whose first row is no record of the kind that a training learns from.
+
+    Raises:
+        ConfigError: with the place, what was found there, and the experiments that read it.
+    """
+    if not isinstance(settings, TrainSettings) or not settings.data.path.startswith(f"{OWN}."):
+        return
+    source, kind = settings.data.source, settings.data.get("kind", "prompts")
+    is_file = source.class_name == "FileSource" and source.get("on_bad_record") != "skip"
+    if not is_file or kind is None or settings.data.get("path") is not None:
+        return
+    try:
+        found = source.build()
+        where, row = next(checked_rows(found.files("train")[0]))
+        record = RowParser(found.columns, rendered=found.rendered)(row, where)
+    except TargetError:  # `check_targets` names the place
+        return
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if kind == "unpaired" and isinstance(record, DemonstrationRecord):
+        return  # other rows say what its label means
+    try:
+        to_kind(record, kind)
+    except ValueError as error:
+        files, given = files_of("experiment").items(), kind_of(record)
+        names = [
+            n for n, f in files if re.search(rf"(/data|kind): {given}\b", f.read_text("utf-8"))
+        ]
+        raise ConfigError(f"{error} {given.capitalize()}: {', '.join(names)}.") from error
 
 
 def _with_models_apart(written: dict[str, Any]) -> dict[str, Any]:
