@@ -33,6 +33,7 @@ from rlhf_lightning.app.config.compose import (
     primary,
     quoted,
     register,
+    values_of,
 )
 from rlhf_lightning.distributed.launch import global_rank
 from rlhf_lightning.distributed.process import prepare_process
@@ -91,28 +92,28 @@ def print_help(command: str) -> None:
     experiment = next((word for word in words if word.isidentifier()), None)
     if experiment is None or command not in TRAINING:
         print(help_text(command), flush=True)  # noqa: T201
-        return
-    # here: help of a command needs no settings
-    from rlhf_lightning.app.config.recipes import experiment_help
-
-    register()
-    try:
-        print(experiment_help(command, experiment), flush=True)  # noqa: T201
-    except ConfigError as error:
-        fail(str(error))
+    else:
+        _print(lambda recipes: recipes.experiment_help(command, experiment))
 
 
 def print_recipe(words: Sequence[str]) -> None:
     """Print the file of settings that `--recipe EXPERIMENT` asks for, or end the process."""
-    # here: help needs no settings
-    from rlhf_lightning.app.config.recipes import recipe
-    from rlhf_lightning.app.config.ways import values_of
+
+    def text(recipes: Any) -> str:
+        names, others = values_of("--recipe", words)
+        told: str = recipes.recipe(names[-1], [one for one in others if not one.startswith("-")])
+        return told
+
+    _print(text)
+
+
+def _print(text: Callable[[Any], str]) -> None:
+    # here: help of a command needs no settings
+    from rlhf_lightning.app.config import recipes
 
     register()
     try:
-        names, others = values_of("--recipe", words)
-        further = [word for word in others if not word.startswith("-")]
-        print(recipe(names[-1], further), end="", flush=True)  # noqa: T201
+        print(text(recipes), end="", flush=True)  # noqa: T201
     except ConfigError as error:
         fail(str(error))
 
@@ -188,16 +189,13 @@ def words_of(command: str) -> list[str]:
     # here: help needs no errors
     from rlhf_lightning.app.config import errors, ways
 
-    home = str(Path.home())
+    home, flag = str(Path.home()), CONFIG_DIR.rstrip("=")
     words = [_HOME.sub(lambda _: home, word) for word in sys.argv[1:]]
-    flag = CONFIG_DIR.rstrip("=")
-    words = [flag if word == "-cd" else word for word in words]
-    while flag in words[:-1]:  # written in one word, it goes along to ranks and jobs
-        at = words.index(flag)
-        words[at : at + 2] = [CONFIG_DIR + words[at + 1]]
-    sys.argv[1:] = words
     register()
     try:
+        folders, words = values_of(flag, [flag if word == "-cd" else word for word in words])
+        # Written in one word, it goes along to ranks and jobs.
+        sys.argv[1:] = words = [*words, *(f"{CONFIG_DIR}{folder}" for folder in folders)]
         words = ways.with_file(words)
         words = ways.spelled_out(words, command) if command in SHORT else words
     except ConfigError as error:
@@ -213,29 +211,21 @@ def words_of(command: str) -> list[str]:
 
 
 def with_run(entry: str, arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with bare paths as `run=`, or `path=`, if the command takes it."""
+    """Return the arguments with bare paths as `run=`, or `path=`, if the command takes it.
+
+    `--model NAME` and `model=NAME`, which Hydra takes for the choice of a group, name a source.
+    """
     if entry == "preview":
-        arguments = with_model(arguments)
+        models, rest = values_of("--model", arguments)
+        models += [word[6:] for word in rest if word.startswith("model=")]
+        arguments = [word for word in rest if not word.startswith("model=")]
+        arguments += [f"model.source={quoted(name)}" for name in models]
     paths = [quoted(one) for one in arguments if _is_path(one)]
     key = next((key for key in ("run", "path") if key in primary(entry)), None)
     if not paths or key is None:
         return list(arguments)
     value = paths[0] if len(paths) == 1 else f"[{','.join(paths)}]"
     return [f"{key}={value}", *(one for one in arguments if not _is_path(one))]
-
-
-def with_model(words: Sequence[str]) -> list[str]:
-    """Return the words with `model=NAME` and `--model NAME` as `model.source=`.
-
-    Hydra takes `model=` for the choice of a group.
-    """
-    found = list(words)
-    if "--model" in found[:-1]:
-        at = found.index("--model")
-        found[at : at + 2] = [f"model={found[at + 1]}"]
-    return [
-        f"model.source={quoted(word[6:])}" if word.startswith("model=") else word for word in found
-    ]
 
 
 def _is_path(argument: str) -> bool:

@@ -20,10 +20,17 @@ from pathlib import Path
 
 import pytest
 
-from rlhf_lightning.app.config.compose import CONFIG_DIR, choices, composed, register, word
+from rlhf_lightning.app.config.compose import (
+    CONFIG_DIR,
+    choices,
+    composed,
+    register,
+    values_of,
+    word,
+)
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.config.ways import read_experiment, replaced, spelled_out, values_of
+from rlhf_lightning.app.config.ways import read_experiment, replaced, spelled_out
 from rlhf_lightning.app.pipeline_steps import as_overrides
 from rlhf_lightning.app.start import with_run
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache, partial
 from itertools import chain, takewhile
@@ -130,6 +130,24 @@ def config_dirs() -> list[str]:
     """
     given = [w.removeprefix(CONFIG_DIR) for w in sys.argv[1:] if w.startswith(CONFIG_DIR)]
     return [f"{CONFIG_DIR}{Path(folder).absolute()}" for folder in given]
+
+
+def values_of(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the values of a flag, `FLAG VALUE` or `FLAG=VALUE`, and the other words.
+
+    Raises:
+        ConfigError: if one has no value.
+    """
+    values, others, left = [], [], iter(words)
+    for one in left:
+        name, equals, value = one.partition("=")
+        if name != flag:
+            others.append(one)
+        elif value := value if equals else next(left, ""):
+            values.append(value)
+        else:
+            raise ConfigError(f"{flag} needs a value behind it")
+    return values, others
 
 
 def files_of(group: str) -> dict[str, Path]:

@@ -94,7 +94,8 @@ def experiment_help(command: str, name: str) -> str:
         rows.append(f"  {key}={'null' if value is None else value}  {sentence}".rstrip())
     rows += ["", f"rlhf-{command} --help has other ways, docs/configuration.md every setting."]
     fill = partial(textwrap.fill, width=79, break_on_hyphens=False)
-    return "\n".join(fill(row, subsequent_indent=" " * 9 * row.startswith(" ")) for row in rows)
+    filled = (fill(row, subsequent_indent=" " * 9 * row.startswith(" ")) for row in rows)
+    return "\n".join((*filled, ""))
 
 
 def _changed_most(words: Sequence[str]) -> Iterator[tuple[str, Any, str]]:

@@ -23,6 +23,7 @@ from rlhf_lightning.app.config.compose import (
     choices,
     config_dirs,
     given,
+    values_of,
     word,
 )
 from rlhf_lightning.app.config.errors import ADDED, COMPOSE_ERRORS, composition
@@ -130,24 +131,6 @@ def read_experiment(name: str) -> Experiment:
     further = {f"artifacts.{kind}" for kind in named if node["artifacts"][kind]}
     others = sorted(further - {key, "artifacts.reward"}) if start else []
     return Experiment(name, key, records, module, scorer, needs_reward, others)
-
-
-def values_of(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the values of a flag, `FLAG VALUE` or `FLAG=VALUE`, and the other words.
-
-    Raises:
-        ConfigError: if one has no value.
-    """
-    values, others, left = [], [], iter(words)
-    for one in left:
-        name, equals, value = one.partition("=")
-        if name != flag:
-            others.append(one)
-        elif value := value if equals else next(left, ""):
-            values.append(value)
-        else:
-            raise ConfigError(f"{flag} needs a value behind it")
-    return values, others
 
 
 def replaced(words: Sequence[str], by: Sequence[str]) -> list[str]:
