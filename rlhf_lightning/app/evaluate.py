@@ -35,8 +35,8 @@ from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import OVER_LONG
 from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import Split
-from rlhf_lightning.data.sources.base import FileSource, RowSource, files_of
-from rlhf_lightning.data.sources.given import WholeSource
+from rlhf_lightning.data.sources.base import FileSource, RowSource
+from rlhf_lightning.data.sources.given import WholeSource, files_of
 from rlhf_lightning.data.summary import warn_of_plain_prompts
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation import human

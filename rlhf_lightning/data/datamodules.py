@@ -28,9 +28,8 @@ from rlhf_lightning.data.sources.base import (
     PreferenceFolder,
     RecordSource,
     RowSource,
-    parts_of,
 )
-from rlhf_lightning.data.sources.given import Rows, as_source
+from rlhf_lightning.data.sources.given import Rows, as_source, parts_of
 
 
 class DemonstrationDataModule(RecordDataModule):

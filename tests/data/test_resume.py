@@ -12,8 +12,8 @@ from rlhf_lightning.data.sources.base import (
     JoinedSource,
     MixedSource,
     PreferenceFolder,
-    files_of,
 )
+from rlhf_lightning.data.sources.given import files_of
 from rlhf_lightning.data.sources.templates import TemplateSource
 from tests.data.stages import STAGES, CountingSource, content, contents, fit, prompts
 

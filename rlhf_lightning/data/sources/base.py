@@ -24,7 +24,7 @@ from rlhf_lightning.arguments import (
     checked,
 )
 from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError, OnBadRecord
-from rlhf_lightning.data.files import LocatedRow, Row, is_data_file, read_rows, rows_of, split_files
+from rlhf_lightning.data.files import LocatedRow, Row, read_rows, rows_of, split_files
 from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.kinds import NO_LABELS, Labels, to_kind
 from rlhf_lightning.data.records import (
@@ -306,31 +306,6 @@ class HubSource(RowSource):
             raise ValueError(f"{found}. {fix}") from error
         for number, row in enumerate(rows_of(rows), start=1):
             yield Location(f"{self.name}[{part}]", number, "row"), row
-
-
-def parts_of(source: Any) -> Iterator[Any]:
-    """Yield the sources that a source is made of, and the source itself."""
-    for inner in (getattr(source, "source", None), *getattr(source, "sources", ())):
-        if inner is not None:
-            yield from parts_of(inner)
-    yield source
-
-
-def files_of(source: RecordSource) -> Iterator[Path]:
-    """Yield the files of this machine that a source reads, or the sources that it is made of.
-
-    The name of a set of the hub may be a folder here, which `datasets` then reads in its place.
-    """
-    for one in parts_of(source):
-        if isinstance(one, FileSource):
-            yield from (file for split in get_args(Split) for file in one.files(split))
-        elif isinstance(one, HubSource):
-            yield from filter(Path.is_file, Path(one.name).expanduser().rglob("*"))
-        else:
-            places = (getattr(one, key, None) for key in ("path", "positive", "negative"))
-            for path in (Path(place).expanduser() for place in places if place):
-                inside = sorted(filter(is_data_file, path.glob("*")))
-                yield from filter(Path.is_file, (path, *inside))
 
 
 class _SeveralSources:

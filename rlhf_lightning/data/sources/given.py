@@ -1,16 +1,19 @@
-"""The sources that a DataModule accepts: a source, a path, a name on the hub, or rows."""
+"""The sources that a DataModule accepts: a source, a path, a name on the hub, or rows.
+
+And the files that such a source reads, of all that it is made of.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.data.errors import Location, MissingFileError
-from rlhf_lightning.data.files import ENDINGS, LocatedRow, as_row, rows_of
+from rlhf_lightning.data.files import ENDINGS, LocatedRow, as_row, is_data_file, rows_of
 from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import Record, RecordKind, Split
 from rlhf_lightning.data.sources.base import FileSource, HubSource, RecordSource, RowSource
@@ -75,6 +78,31 @@ class WholeSource:
             return len(self.records("prompts", "validation"))
         parsed = sum(len(self.source.parsed(split)) for split in ("train", "validation"))
         return parsed + len(self.source.skipped_records)
+
+
+def parts_of(source: Any) -> Iterator[Any]:
+    """Yield the sources that a source is made of, and the source itself."""
+    for inner in (getattr(source, "source", None), *getattr(source, "sources", ())):
+        if inner is not None:
+            yield from parts_of(inner)
+    yield source
+
+
+def files_of(source: RecordSource) -> Iterator[Path]:
+    """Yield the files of this machine that a source reads, or the sources that it is made of.
+
+    The name of a set of the hub may be a folder here, which `datasets` then reads in its place.
+    """
+    for one in parts_of(source):
+        if isinstance(one, FileSource):
+            yield from (file for split in get_args(Split) for file in one.files(split))
+        elif isinstance(one, HubSource):
+            yield from filter(Path.is_file, Path(one.name).expanduser().rglob("*"))
+        else:
+            places = (getattr(one, key, None) for key in ("path", "positive", "negative"))
+            for path in (Path(place).expanduser() for place in places if place):
+                inside = sorted(filter(is_data_file, path.glob("*")))
+                yield from filter(Path.is_file, (path, *inside))
 
 
 def as_source(source: RecordSource | Rows | str | Path, name: str = "source") -> RecordSource:
