@@ -30,6 +30,7 @@ from rlhf_lightning import (
     compare,
     trainer_arguments,
 )
+from rlhf_lightning.callbacks.wandb_logger import wandb_logger
 from rlhf_lightning.distributed.collectives import leave_process_group
 from rlhf_lightning.models.export import export_scalar_model
 from rlhf_lightning.runs.folder import RunFolder, read_samples
@@ -83,7 +84,8 @@ def test_the_file_of_training_is_the_same_under_every_name(material, tmp_path, m
     found = [
         compare(module, material["policy"], one, **told) for one in (data, material["prompts"])
     ]
-    assert [one.num_prompts for one in found] == [len(data.rows("validation"))] * 2
+    different = {row.input_ids.tobytes() for row in data.rows("validation")}
+    assert [one.num_prompts for one in found] == [len(different)] * 2
     with pytest.raises(ValueError, match="max_new_tokens=90000 leaves no room"):
         compare(module, material["policy"], data, reward=length, max_new_tokens=90_000)
 
@@ -109,7 +111,7 @@ def test_a_run_does_not_go_on_with_another_reward_model_of_the_same_name(materia
         data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, **short)
         if bias:
             fit_in(tmp_path / "run", module, data, max_iterations=1)
-    with pytest.raises(ValueError, match="trained with another reward model than"):
+    with pytest.raises(ValueError, match="trained with another reward than"):
         fit_in(tmp_path / "run", module, data, max_iterations=2, ckpt_path="last")
 
 
@@ -290,12 +292,15 @@ def test_a_comparison_during_training_is_none_of_the_end(material, tmp_path):
 def test_a_prediction_that_fails_leaves_the_record_of_the_run_alone(material, tmp_path):
     module, folder = ppo(material), RunFolder(tmp_path)
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
-    trainer = fit_in(tmp_path, module, data, max_iterations=1)
+    logger = wandb_logger(folder, mode="offline")
+    trainer = fit_in(tmp_path, module, data, max_iterations=1, logger=logger)
     compare(module, material["policy"], data, reward=length, num_prompts=2)
     before = read_summary(folder)
     with pytest.raises(TypeError, match="predict was given rows"):
         trainer.predict(module, [{"prompt": "w1"}])
     assert read_summary(folder) == before
+    assert isinstance(logger.experiment.id, str), "not ended as failed"
+    logger.finish()
 
 
 def test_a_reward_model_from_python_shows_its_held_out_pairs(material, tmp_path):

@@ -78,7 +78,7 @@ from rlhf_lightning.runs.summary import (
     Summary,
     figure,
     new_summary,
-    spent_seconds,
+    resumed,
     write_summary,
 )
 
@@ -117,8 +117,8 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
     begun = new_summary(
         settings.stage, seed=settings.seed, config_hash=settings.config_hash, title=settings.title
     )
-    seconds = {"total": spent_seconds(folder)} if continued else {}
-    summary = replace(begun, seconds=seconds, judged=not settings.only_runs)
+    begun = resumed(begun, folder) if continued else begun
+    summary = replace(begun, judged=not settings.only_runs)
     started = time.perf_counter()
     claim = partial(claim_run, folder.path, lambda: check_folder(settings, folder))
     with claim() if first else nullcontext(), computing(settings.model):

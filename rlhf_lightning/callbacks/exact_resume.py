@@ -6,7 +6,6 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from rlhf_lightning.runs.resume import CONFIG_HASH
 logger = logging.getLogger(__name__)
 
 _RANDOM_STATE = "rlhf_lightning.random_state"
+_REWARDS = "rlhf_lightning.rewards"
 
 
 class RandomState(Callback):
@@ -132,17 +132,12 @@ class SameRewards(Callback):
     """
 
     def __init__(self) -> None:
-        # By what it is, and its key in a checkpoint.
-        self.found: dict[tuple[str, str], Mapping[str, str]] = {}
+        self.found: dict[str, str] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Read what the scorer is made of."""
-        scorer = getattr(pl_module, "scorer", None)
-        if stage == "fit" and scorer is not None:
-            self.found = {
-                ("reward model", "scorer_fingerprints"): scorer_fingerprints(scorer),
-                ("reward function", "reward_functions"): function_digests(scorer),
-            }
+        if stage == "fit":
+            self.found = reward_digests(getattr(pl_module, "scorer", None))
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compare the ranks.
@@ -150,14 +145,13 @@ class SameRewards(Callback):
         Raises:
             RuntimeError: on every rank, if they differ.
         """
-        for (what, _), found in self.found.items():
-            check_same_on_all_ranks(what, str(found))
+        check_same_on_all_ranks("reward", str(self.found))
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add the fingerprints."""
-        checkpoint |= {key: sorted(found.values()) for (_, key), found in self.found.items()}
+        """Add the digests."""
+        checkpoint[_REWARDS] = sorted(self.found.values())
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -167,42 +161,35 @@ class SameRewards(Callback):
         Raises:
             ValueError: if one has changed; the same models may be in other folders.
         """
-        for (what, key), found in self.found.items():
-            saved = checkpoint.get(key)
-            if saved is None or saved == sorted(found.values()):
-                continue
-            changed = [f"{where} ({v[:12]})" for where, v in found.items() if v not in saved]
-            now = ", ".join(changed) or "those that are left"
-            told = f"trained with another {what} than {now}"
-            raise ValueError(f"{told}: restore it, or begin a new run (resume=never)")
+        saved = checkpoint.get(_REWARDS)
+        if trainer.state.fn != "fit" or saved in (None, sorted(self.found.values())):
+            return
+        changed = [f"{where} ({v[:12]})" for where, v in self.found.items() if v not in saved]
+        now = ", ".join(changed) or "what is left of it"
+        told = f"the checkpoint was trained with another reward than {now}"
+        raise ValueError(f"{told}: restore it, or begin a new run (resume=never)")
 
 
-def scorer_fingerprints(scorer: Any) -> dict[str, str]:
-    """Return the fingerprint of each model that a scorer loads by its name.
+def reward_digests(scorer: Any) -> dict[str, str]:
+    """Return the fingerprint of each model, and the SHA-256 of the file of each function, by name.
 
-    What is no model folder is left out: loading it says what is wrong.
+    What is no model folder is left out: loading it says what is wrong. So are functions of this
+    package: a run continues with a later version of it.
     """
     found: dict[str, str] = {}
     for part in parts_of(scorer):
         for one in getattr(part, "members", [part]):  # of an ensemble
-            loads = getattr(getattr(one, "load", None), "keywords", {})
-            keys = ("source", "revision")
+            loads, keys = (
+                getattr(getattr(one, "load", None), "keywords", {}),
+                ("source", "revision"),
+            )
             source, revision = (loads.get(key) or getattr(one, key, None) for key in keys)
             if isinstance(source, str):
                 with suppress(ManifestError):
                     found[source] = source_fingerprint(source, revision)
-    return found
-
-
-def function_digests(scorer: Any) -> dict[str, str]:
-    """Return a SHA-256 of the file of each function that a scorer was given by its name.
-
-    Functions of this package are left out: a run continues with a later version of it.
-    """
-    found: dict[str, str] = {}
-    for name in filter(None, (getattr(part, "function_name", None) for part in parts_of(scorer))):
-        place, colon, _ = name.rpartition(":")
-        file = place if colon else sys.modules[name.rpartition(".")[0]].__file__
+        name = getattr(part, "function_name", None) or "rlhf_lightning."
+        place, colon, _ = name.rpartition(":" if ":" in name else ".")
+        file = place if colon == ":" else getattr(sys.modules.get(place), "__file__", None)
         if file is not None and not name.startswith("rlhf_lightning."):
             found[name] = content_digest(Path(file))
     return found

@@ -81,9 +81,9 @@ class RunRecord(Callback):
         self._started = time.perf_counter()
         seed = pl_module.hparams.get("seed")
         begun = summaries.new_summary(stage, seed=seed, config_hash=None, title=title)
-        spent = {"total": summaries.spent_seconds(self.folder)} if resumes else {}
+        begun = summaries.resumed(begun, self.folder) if resumes else begun
         about = about_run(pl_module, getattr(trainer, "datamodule", None))
-        self._summary = replace(begun, seconds=spent, about=about)
+        self._summary = replace(begun, about=about)
         if trainer.is_global_zero:
             if not resumes:
                 drop_leftovers(self.folder)

@@ -309,7 +309,8 @@ class WandbContent(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Send an alert that says why the run ended early, and close it."""
-        _alert_end(trainer, exception)
+        if trainer.state.fn == "fit":
+            _alert_end(trainer, exception)
 
     def _ends(
         self, rollout: RolloutBatch, module: OnPolicyModule, *, best: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 import re
@@ -18,6 +19,7 @@ from rlhf_lightning.runs.doctor_log import actions_of, alerts_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, to_json
 from rlhf_lightning.runs.reading import parse
 
+logger = logging.getLogger(__name__)
 Status = Literal["running", "completed", "failed", "stopped"]
 Metrics = Mapping[str, float | None]
 _STAGE = re.compile(r"[a-z][a-z0-9_]*")  # ours, and those that other packages bring
@@ -162,10 +164,18 @@ def summary_or_none(folder: RunFolder) -> Summary | None:
         return None
 
 
-def spent_seconds(folder: RunFolder) -> float:
-    """Return the seconds of a run so far; those of a process that was killed are not known."""
-    summary = summary_or_none(folder)
-    return 0.0 if summary is None else summary.seconds.get("total", 0.0)
+def resumed(summary: Summary, folder: RunFolder) -> Summary:
+    """Return the summary of a run that is resumed, with its seconds so far.
+
+    Those of a process that was killed are not known. If the run was begun with another commit or
+    other versions, which the summary will not have, that is logged.
+    """
+    if (before := summary_or_none(folder)) is None:
+        return summary
+    was, now = ({"commit": one.git_commit, **one.versions} for one in (before, summary))
+    if other := [f"{name} {was[name]}" for name in was if was[name] != now.get(name)]:
+        logger.warning("the run was begun with %s: it need not go on bit for bit", ", ".join(other))
+    return replace(summary, seconds={"total": before.seconds.get("total", 0.0)})
 
 
 def installed_versions(others: Iterable[str] = ()) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from rlhf_lightning.app.train import run
-from rlhf_lightning.callbacks.exact_resume import SameConfiguration, SameRewards, function_digests
+from rlhf_lightning.callbacks.exact_resume import SameConfiguration, SameRewards, reward_digests
 from rlhf_lightning.data.datamodules import DemonstrationDataModule
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.data.record_datamodule import RecordDataModule
@@ -26,6 +26,7 @@ from tests.builders.runs import completed, settings_for
 
 REWARD = "def f(prompts, completions, **columns):\n    return [{} for c in completions]\n"
 NONE: Any = None
+FITTING: Any = SimpleNamespace(state=SimpleNamespace(fn="fit"))
 
 
 def reward(folder: Path, score: str) -> str:
@@ -44,10 +45,10 @@ def test_a_reward_function_has_the_digest_of_its_file(tmp_path):
     name = reward(tmp_path, "len(c)")
     inner = FunctionScorer(name)
     digest = hashlib.sha256((tmp_path / "reward.py").read_bytes()).hexdigest()
-    assert function_digests(inner) == {name: digest}
-    assert function_digests(WeightedScorer({"a": inner})) == {name: digest}
+    assert reward_digests(inner) == {name: digest}
+    assert reward_digests(WeightedScorer({"a": inner})) == {name: digest}
     ours = "rlhf_lightning.rollout.scorers.verifiable.command_reward"
-    assert function_digests(FunctionScorer(ours)) == {}
+    assert reward_digests(FunctionScorer(ours)) == {}
 
 
 def test_a_function_that_was_edited_is_refused_at_a_resume(tmp_path):
@@ -56,11 +57,11 @@ def test_a_function_that_was_edited_is_refused_at_a_resume(tmp_path):
     rewards_of(FunctionScorer(name)).on_save_checkpoint(NONE, NONE, checkpoint)
     (tmp_path / "moved").mkdir()
     moved = rewards_of(FunctionScorer(reward(tmp_path / "moved", "len(c)")))
-    moved.on_load_checkpoint(NONE, NONE, checkpoint)
+    moved.on_load_checkpoint(FITTING, NONE, checkpoint)
     edited = rewards_of(FunctionScorer(reward(tmp_path, "-len(c)")))
-    with pytest.raises(ValueError, match=r"reward function .*reward\.py:f \(\w{12}\)"):
-        edited.on_load_checkpoint(NONE, NONE, checkpoint)
-    edited.on_load_checkpoint(NONE, NONE, {})  # of an older version
+    with pytest.raises(ValueError, match=r"another reward than .*reward\.py:f \(\w{12}\)"):
+        edited.on_load_checkpoint(FITTING, NONE, checkpoint)
+    edited.on_load_checkpoint(FITTING, NONE, {})  # of an older version
 
 
 @pytest.mark.thorough
@@ -120,14 +121,12 @@ def test_other_configurations_are_named_before_the_data_that_they_change(monkeyp
 
 
 def test_ranks_with_another_reward_or_start_are_refused_on_each(monkeypatch):
-    def other(rank: int, kind: int) -> None:
+    def other(rank: int) -> None:
         callback = rewards_of(NoReward())
-        callback.found[list(callback.found)[kind]] = {"it": f"{rank}"}
+        callback.found = {"it": f"{rank}"}
         callback.on_fit_start(NONE, NONE)
 
-    for kind, what in enumerate(("reward model", "reward function")):
-        found = refusals(monkeypatch, lambda rank, kind=kind: other(rank, kind))
-        assert [f"same {what}" in text for text in found] == [True, True]
+    assert ["same reward" in text for text in refusals(monkeypatch, other)] == [True, True]
 
     def start(rank: int) -> None:
         module: Any = SimpleNamespace(fingerprint=f"{rank}", more_sources=())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.callbacks.exact_resume import scorer_fingerprints
+from rlhf_lightning.callbacks.exact_resume import reward_digests
 from rlhf_lightning.rollout.scorers.hparams import RewardEnsembleHparams
 from rlhf_lightning.rollout.scorers.reward_models import RewardEnsembleScorer, combined
 from tests.builders.command_lines import settings_of
@@ -75,4 +75,4 @@ def test_an_ensemble_that_cannot_work_is_refused_before_anything_runs(overrides,
 def test_a_member_that_changes_under_a_run_is_noticed(tmp_path):
     # What is no folder counts by its name.
     members = RewardEnsembleScorer(tiny_scalar_model, ["org/one", "org/two"])
-    assert scorer_fingerprints(members) == {"org/one": "org/one", "org/two": "org/two"}
+    assert reward_digests(members) == {"org/one": "org/one", "org/two": "org/two"}

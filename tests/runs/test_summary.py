@@ -11,6 +11,7 @@ from rlhf_lightning.runs.summary import (
     Summary,
     new_summary,
     read_summary,
+    resumed,
     write_summary,
 )
 from tests.builders.processes import killed_after
@@ -46,6 +47,14 @@ def _write_for_ever(folder: RunFolder, done: Any) -> None:
         metrics = {f"value {i}": float(n) for i in range(5000)}
         write_summary(folder, Summary("ppo", "running", n, metrics=metrics))
         done.value = n
+
+
+def test_a_run_that_other_code_began_says_so_when_it_is_resumed(tmp_path, caplog):
+    folder, now = RunFolder(tmp_path), new_summary("ppo", seed=1, config_hash=None)
+    for commit in (now.git_commit, "1" * 40):
+        write_summary(folder, replace(now, git_commit=commit, seconds={"total": 5.0}))
+        assert resumed(now, folder).seconds == {"total": 5.0}
+        assert (f"begun with commit {commit}" in caplog.text) == (commit != now.git_commit)
 
 
 def test_a_summary_killed_while_it_is_written_is_the_old_or_the_new(tmp_path):
