@@ -193,7 +193,8 @@ class RewardModule(RLHFModule):
         self.validated += zip(batch.prompt_keys, (difference > 0).tolist(), strict=True)
         # Both orders of each pair: calibration must not depend on which response comes first.
         difference = difference[difference.isfinite()]
-        probability = torch.cat([difference, -difference]).sigmoid()
+        # Below 1: torchmetrics gives a probability of exactly 1 a bin of its own.
+        probability = torch.cat([difference, -difference]).clamp(max=16).sigmoid()
         target = torch.cat([torch.ones_like(difference), torch.zeros_like(difference)]).long()
         self.calibration.update(probability, target)
 

@@ -239,3 +239,11 @@ def test_calibration_counts_both_orders_of_each_pair():
         expected = calibration_error(difference)
         assert expected > 0.05
         assert metrics["val/calibration_error"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_pairs_of_which_the_model_is_certain_share_the_last_bin():
+    module, won = tiny_reward(), torch.tensor([2.5] * 4 + [20.0] * 3 + [-20.0])
+    module.configure_model()
+    module.scores = lambda _: (won, torch.zeros(8))
+    error = validated(module, preference_batch())["val/calibration_error"]
+    assert error == pytest.approx(calibration_error(won), abs=1e-5)
