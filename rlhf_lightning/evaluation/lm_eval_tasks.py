@@ -66,7 +66,7 @@ class LmEvalBenchmark:
             model_args: further arguments of lm-eval's model `hf`.
 
         Raises:
-            ValueError: if a task is unknown, or has no such metric.
+            ValueError: if a task is unknown, has no such metric, or may show a question its answer.
         """
         from lm_eval.tasks import TaskManager
 
@@ -102,8 +102,22 @@ class LmEvalBenchmark:
             apply_chat_template=self.apply_chat_template,
             task_manager=manager,
         )
+        for task, config in result["configs"].items():
+            if result["n-shot"].get(task):
+                _check_examples(task, config)
         reported = result["results"]
         return {t: _by_metric(t, each, reported[t]) for t, each in result["samples"].items()}
+
+
+def _check_examples(task: str, config: Mapping[str, Any]) -> None:
+    """Refuse examples that lm-eval draws from the questions, but without leaving one out."""
+    examples, asked = config["fewshot_config"], config.get("test_split")
+    rest = [config.get(f"{name}_split") for name in ("training", "validation", "test")]
+    pool = examples["split"] or (not examples["samples"] and next(filter(None, rest), None))
+    if pool == (asked or config.get("validation_split")) and examples["split"] != asked:
+        why = "lm-eval may show a question its own answer as an example"
+        fix = f"write `test_split: {pool}` and `fewshot_split: {pool}` in the task's file"
+        raise ValueError(f"benchmark.tasks: {task}: {why}; {fix}, or benchmark.num_fewshot=0")
 
 
 def _compared(

@@ -89,3 +89,10 @@ def test_a_task_without_such_a_metric_ends_after_one_question(tmp_path, side):
     with pytest.raises(ValueError, match=r"none has no metric .*matches, perplexity"):
         LmEvalBenchmark(["none"], include_path=tmp_path).measure(side, side)
     assert (tmp_path / "asked").read_text() == "."
+
+
+def test_examples_that_may_be_the_question_itself_are_refused(tmp_path, side):
+    task(tmp_path, "own", ["points"])
+    with pytest.raises(ValueError, match="own: lm-eval may show a question its own answer"):
+        LmEvalBenchmark(["own"], include_path=tmp_path, num_fewshot=2).measure(side, side)
+    assert (tmp_path / "asked").read_text() == "."
