@@ -35,11 +35,11 @@ from rlhf_lightning.runs.reading import read_json, read_yaml
 _ENDINGS = re.compile(r"(\.(jsonl?|csv|tsv|parquet|arrow|gz))+$")
 _HYDRA_TAKES_A_WORD = ("--cfg", "-c", "--info", "-i", "--package", "-p")
 _REWARDS = "--reward FILE.py:NAME, several of them, or one --reward-model FOLDER"
-_FLAGS = (  # ours and Hydra's
-    *("--reward", "--reward-model", "--config", "--recipe", "--as-python", "--cfg", "--info"),
-    *("--package", "--resolve", "--run", "--multirun", "--config-dir", "--config-path"),
-    *("--config-name", "--hydra-help", "--experimental-rerun"),
+_WITH_VALUE = (  # flags, ours and Hydra's
+    *("--reward", "--reward-model", "--config", "--recipe", "--cfg", "--info", "--package"),
+    *("--config-dir", "--config-path", "--config-name", "--experimental-rerun"),
 )
+_FLAGS = (*_WITH_VALUE, "--as-python", "--resolve", "--run", "--multirun", "--hydra-help")
 _SAMPLED = "module.sampling.max_new_tokens"
 _SAYS_LENGTHS = re.compile(r"\+*((dataset|model|preset)=|[\w.]*(lengths\b|max_\w+))")
 FOLDERS = "config_dir"
@@ -201,7 +201,7 @@ def _of_experiment(
 def _check_flags(words: Sequence[str], command: str) -> None:
     """Refuse unknown flags; `--KEY=VALUE` is refused where the words are read."""
     for flag, equals, _ in (one.partition("=") for one in words if one.startswith("--")):
-        near = did_you_mean(flag, _FLAGS)
+        near = did_you_mean(flag, _WITH_VALUE if equals else _FLAGS)
         if flag not in _FLAGS and (near or not equals):
             raise ConfigError(f"unknown flag {flag}{near or f': see rlhf-{command} --help'}")
 
