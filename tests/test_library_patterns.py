@@ -330,17 +330,19 @@ def test_of_pairs_that_are_validated_in_part_the_number_is_that_of_the_part(
     assert read_summary(RunFolder(tmp_path)).metrics["val/num_pairs"] == validated
 
 
-def test_the_last_weights_are_validated_whatever_the_number_of_iterations(material, tmp_path):
-    fit_sft(material, tmp_path, max_iterations=5, validations=2)
-    measured = [row["iteration"] for row in rows(tmp_path) if "val/loss" in row]
-    assert measured == [2, 4, 5]
+@pytest.mark.parametrize(
+    ("given", "measured", "about"),
+    [
+        ({"validations": 2}, [2, 4, 5], None),
+        ({"val_check_interval": 3}, [3], "at iteration 3, not at the end"),
+    ],
+)
+def test_the_last_weights_are_validated_or_figures_said_to_be_earlier(
+    given, measured, about, material, tmp_path
+):
+    fit_sft(material, tmp_path, max_iterations=5, **given)
+    losses = {row["iteration"]: row["val/loss"] for row in rows(tmp_path) if "val/loss" in row}
     summary = read_summary(RunFolder(tmp_path))
-    assert summary.metrics["val/loss"] == rows(tmp_path)[-1]["val/loss"]
-    assert "validated" not in summary.about
-
-
-def test_figures_of_an_earlier_validation_are_said_to_be_so(material, tmp_path):
-    fit_sft(material, tmp_path, max_iterations=5, val_check_interval=3)
-    summary = read_summary(RunFolder(tmp_path))
-    assert summary.metrics["val/loss"] == rows(tmp_path)[2]["val/loss"]
-    assert summary.about["validated"] == "at iteration 3, not at the end"
+    assert [*losses] == measured
+    assert summary.metrics["val/loss"] == losses[measured[-1]]
+    assert summary.about.get("validated") == about

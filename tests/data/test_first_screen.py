@@ -80,10 +80,8 @@ def test_responses_that_all_repeat_their_prompt_are_a_warning(turns, response, w
 )
 def test_a_template_whose_end_is_no_token_is_a_warning(end, warned):
     turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}" + end + "{% endfor %}"
-    row = {"messages": [USER, SAID]}
-    data = DemonstrationDataModule(
-        GivenRows([row], validation_fraction=0), build_tokenizer(template=turns), batch_size=1
-    )
+    source = GivenRows([{"messages": [USER, SAID]}], validation_fraction=0)
+    data = DemonstrationDataModule(source, build_tokenizer(template=turns), batch_size=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         data.setup()

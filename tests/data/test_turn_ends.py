@@ -11,11 +11,7 @@ from tokenizers import AddedToken
 from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord, PromptRecord
 from rlhf_lightning.evaluation.benchmarks import written_responses
 from rlhf_lightning.text.render import write_chat
-from rlhf_lightning.text.tokenizers import (
-    check_same_tokenizer,
-    classifier_tokenizer,
-    stop_ids,
-)
+from rlhf_lightning.text.tokenizers import check_same_tokenizer, classifier_tokenizer, stop_ids
 from tests.builders.encoding import encode_all, encode_one
 from tests.builders.tokenizers import FAMILIES, family_tokenizer
 

@@ -133,18 +133,8 @@ FUNCTION = "scorer=function scorer.function=reward.py:length"
             f"+experiment=ppo seed=2 {FUNCTION} artifacts.reward=null module.value_head=zero "
             "--config-dir=. -m",
         ),
-        (
-            "plan",
-            "+experiment=ppo --reward-model org/r seed=2",
-            "+experiment=ppo seed=2 artifacts.reward=org/r",
-        ),
         ("evaluate", "--cfg job run=a --reward reward.py:length", f"run=a {FUNCTION} --cfg job"),
         ("evaluate", "--reward-model org/r", "scorer=reward_model artifacts.reward=org/r"),
-        (
-            "evaluate",
-            "--reward reward.py:length --reward reward.py:short=2",
-            both("length short", "{short: 2.0}"),
-        ),
         ("collect", "--reward-model org/r name=a", "name=a artifacts.reward=org/r"),
         ("chat", "small --reward reward.py:length", f"small {FUNCTION}"),
         ("chat", "small --reward-model=org/r", "small reward=org/r"),

@@ -47,6 +47,5 @@ def test_a_young_adapter_that_was_merged_and_is_rounded_away_is_named(size, tmp_
     round_frozen_weights(policy.model, "32-true")
     assert "keeps" not in caplog.text
     round_frozen_weights(policy.model, "bf16-mixed")
-    assert (f"of what the adapter changed that is merged in {merged}" in caplog.text) == (
-        kept < 0.5
-    )
+    told = f"of what the adapter changed that is merged in {merged}"
+    assert (told in caplog.text) == (kept < 0.5)
