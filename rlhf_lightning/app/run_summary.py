@@ -44,6 +44,8 @@ def start_settings(
     trainer = parts.trainer
     device = type(trainer.accelerator).__name__.removesuffix("Accelerator").lower()
     strategy = f", {settings.strategy.name}" if trainer.world_size > 1 else ""
+    in_epochs = settings.data.get("num_epochs") is not None
+    length = "data.num_epochs" if in_epochs else "data.num_iterations"
     lines: dict[str, object] = {
         "model": settings.model.name if plan is None else _model(settings, plan),
         "starts from": starts or "random weights",
@@ -62,7 +64,7 @@ def start_settings(
         "seed": settings.seed,
         # A run that is cut short on purpose is not warned of.
         "warning": f"{steps} optimizer steps are too few to learn much: use a smaller "
-        "data.batch_size, or more data.num_iterations or data.num_epochs"
+        f"data.batch_size, or more {length}"
         if steps < FEW_STEPS and limit is None
         else None,
         "W&B": shown_in_wandb(parts.trainer),
