@@ -218,7 +218,7 @@ class Chat:
         if texts[0] == texts[1]:
             return "the responses are equal"
         if any(cut):
-            return f"{_which(cut)} cut off at max_new_tokens={self.length}"
+            return f"{_which(cut)} cut off at max_new_tokens={self.length}: ask for a shorter one"
         token = self._special(*texts)
         return f"a response has the special token {token!r}" if token else ""
 

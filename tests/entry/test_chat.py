@@ -128,8 +128,16 @@ def chat(model) -> Chat:
         (Response("a", "", True), Response("", "", True), "response 2 is empty"),
         (Response("", "", True), Response("", "", True), "both responses are empty"),
         (Response("a", "", True), Response("a", "", True), "the responses are equal"),
-        (Response("a", "", True), Response("b"), "response 2 is cut off at max_new_tokens=4"),
-        (Response("a"), Response("b"), "both responses are cut off at max_new_tokens=4"),
+        (
+            Response("a", "", True),
+            Response("b"),
+            "response 2 is cut off at max_new_tokens=4: ask for a shorter one",
+        ),
+        (
+            Response("a"),
+            Response("b"),
+            "both responses are cut off at max_new_tokens=4: ask for a shorter one",
+        ),
         (
             Response("a", "", True),
             Response("<unk>", "", True),
