@@ -121,6 +121,9 @@ def chat(model) -> Chat:
     return chat
 
 
+CUT = "cut off at max_new_tokens=4: ask for a shorter one"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "fault"),
     [
@@ -128,16 +131,8 @@ def chat(model) -> Chat:
         (Response("a", "", True), Response("", "", True), "response 2 is empty"),
         (Response("", "", True), Response("", "", True), "both responses are empty"),
         (Response("a", "", True), Response("a", "", True), "the responses are equal"),
-        (
-            Response("a", "", True),
-            Response("b"),
-            "response 2 is cut off at max_new_tokens=4: ask for a shorter one",
-        ),
-        (
-            Response("a"),
-            Response("b"),
-            "both responses are cut off at max_new_tokens=4: ask for a shorter one",
-        ),
+        (Response("a", "", True), Response("b"), f"response 2 is {CUT}"),
+        (Response("a"), Response("b"), f"both responses are {CUT}"),
         (
             Response("a", "", True),
             Response("<unk>", "", True),
