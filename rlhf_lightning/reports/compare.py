@@ -94,7 +94,7 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
     if len(folders) < 2:
         raise ValueError(f"{len(folders)} run given, at least two are needed to compare")
     runs = read_runs(folders)
-    stages = ", ".join(sorted({run.summary.title for run in runs}))
+    stages = ", ".join(dict.fromkeys(run.summary.title for run in runs))
     columns = [n for n in COLUMNS if any(run.summary.metrics.get(n) is not None for run in runs)]
     own = [key for key in runs[0].settings if any(run.settings[key] == _NOT_SET[1] for run in runs)]
     body = render(
