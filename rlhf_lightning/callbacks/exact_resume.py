@@ -179,10 +179,8 @@ def reward_digests(scorer: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for part in parts_of(scorer):
         for one in getattr(part, "members", [part]):  # of an ensemble
-            loads, keys = (
-                getattr(getattr(one, "load", None), "keywords", {}),
-                ("source", "revision"),
-            )
+            loads = getattr(getattr(one, "load", None), "keywords", {})
+            keys = ("source", "revision")
             source, revision = (loads.get(key) or getattr(one, key, None) for key in keys)
             if isinstance(source, str):
                 with suppress(ManifestError):

@@ -83,9 +83,8 @@ def trainer_arguments(
     run, given = RunFolder(Path(folder)), _listed(callbacks)
     saving = {"every_n_iterations": checkpoint_every_n_iterations, **(checkpoint or {})}
     samples = {"every_n_iterations": samples_every_n_iterations, "num_samples": num_samples}
-    kept = RunRecord(run)
     ours = [
-        *([RunStart(kept)] if record else []),
+        *([RunStart(kept := RunRecord(run))] if record else []),
         SaveFaultyBatch(run),
         *(callback for callback in given if isinstance(callback, PeriodicEvaluation)),
         *_doctor(run, doctor, record),

@@ -150,7 +150,7 @@ def values_of(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     return values, others
 
 
-def files_of(group: str) -> dict[str, Path]:
+def group_files(group: str) -> dict[str, Path]:
     """Return the files of a config group by name, those of the user's folders included."""
     folders = [conf_dir(), *(Path(word.removeprefix(CONFIG_DIR)) for word in config_dirs())]
     files = (path for folder in folders for path in (folder / group).glob("*.yaml"))
@@ -159,7 +159,7 @@ def files_of(group: str) -> dict[str, Path]:
 
 def choices(group: str) -> list[str]:
     """Return the names of a config group, those of the user's folders included."""
-    return list(files_of(group))
+    return list(group_files(group))
 
 
 def described(file: Path) -> str:

@@ -20,7 +20,7 @@ from rlhf_lightning.app.config.compose import (
     config_dirs,
     described,
     dotted_keys,
-    files_of,
+    group_files,
 )
 from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.ways import FOLDERS, read_experiment, replaced
@@ -80,7 +80,7 @@ def experiment_help(command: str, name: str) -> str:
     scored = " --reward {}" if one.start and one.needs_reward else ""
     usage += f"{needed}{scored.format('FILE.py:NAME')}"
     rows = [f"rlhf-{command} {usage} [KEY=VALUE ...]", ""]
-    rows += [described(files_of("experiment")[name]), ""]
+    rows += [described(group_files("experiment")[name]), ""]
     if one.start:
         records = f"{one.records} ({KEYS[one.records]})"
         rows.append(f"  MODEL  a folder or hub name to start from, or a run; it is {one.start}")

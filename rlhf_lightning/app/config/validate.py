@@ -21,7 +21,7 @@ from rlhf_lightning.app.config.compose import (
     at,
     choices,
     describe_interpolation,
-    files_of,
+    group_files,
     texts,
     written_keys,
 )
@@ -214,7 +214,7 @@ def check_first_record(settings: CommandSettings) -> None:
     try:
         to_kind(record, kind)
     except ValueError as error:
-        files, given = files_of("experiment").items(), kind_of(record)
+        files, given = group_files("experiment").items(), kind_of(record)
         names = [
             n for n, f in files if re.search(rf"(/data|kind): {given}\b", f.read_text("utf-8"))
         ]
