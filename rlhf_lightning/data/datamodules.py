@@ -29,7 +29,7 @@ from rlhf_lightning.data.sources.base import (
     RecordSource,
     RowSource,
 )
-from rlhf_lightning.data.sources.given import Rows, as_source, parts_of
+from rlhf_lightning.data.sources.given import Rows, as_source, nested_sources
 
 
 class DemonstrationDataModule(RecordDataModule):
@@ -135,7 +135,7 @@ def _pairs_in(path: PathOrName, source: Any, **changed: Any) -> PreferenceFolder
     """
     folder = PreferenceFolder(path, **changed)
     is_collected = (folder.folder_or_file / RELIABILITY).is_file()
-    rows = [one for one in parts_of(source) if isinstance(one, RowSource)]
+    rows = [one for one in nested_sources(source) if isinstance(one, RowSource)]
     ways = [{x.name: getattr(one, x.name) for x in fields(RowSource)} for one in rows]
     if not ways or (is_collected and any(way != ways[0] for way in ways)):
         return folder

@@ -80,11 +80,11 @@ class WholeSource:
         return parsed + len(self.source.skipped_records)
 
 
-def parts_of(source: Any) -> Iterator[Any]:
+def nested_sources(source: Any) -> Iterator[Any]:
     """Yield the sources that a source is made of, and the source itself."""
     for inner in (getattr(source, "source", None), *getattr(source, "sources", ())):
         if inner is not None:
-            yield from parts_of(inner)
+            yield from nested_sources(inner)
     yield source
 
 
@@ -93,7 +93,7 @@ def files_of(source: RecordSource) -> Iterator[Path]:
 
     The name of a set of the hub may be a folder here, which `datasets` then reads in its place.
     """
-    for one in parts_of(source):
+    for one in nested_sources(source):
         if isinstance(one, FileSource):
             yield from (file for split in get_args(Split) for file in one.files(split))
         elif isinstance(one, HubSource):
