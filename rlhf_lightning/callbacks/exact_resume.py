@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import inspect
 import logging
 import math
 import random
@@ -14,7 +17,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from rlhf_lightning.distributed.collectives import check_same_on_all_ranks
+from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, rank
 from rlhf_lightning.modules.rewards import parts_of
 from rlhf_lightning.runs.manifest import ManifestError, content_digest, source_fingerprint
 from rlhf_lightning.runs.resume import CONFIG_HASH
@@ -125,10 +128,11 @@ class SameConfiguration(Callback):
 
 
 class SameRewards(Callback):
-    """Refuses to train if a scorer's models or functions differ between ranks or from before.
+    """Refuses to train if a scorer's models or code differ between ranks or from before.
 
-    They are not in the checkpoint; they are read from their source again. A function that was given
-    itself, and not by its name, is not compared.
+    They are not in the checkpoint; they are read from their source again. Of a function or a scorer
+    of one's own that is its file, and of one in the program that was started its own lines alone,
+    with the plain values that it was made with.
     """
 
     def __init__(self) -> None:
@@ -156,13 +160,19 @@ class SameRewards(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Compare with the checkpoint.
+        """Compare with the checkpoint; say so where it does not name its reward.
 
         Raises:
             ValueError: if one has changed; the same models may be in other folders.
         """
         saved = checkpoint.get(_REWARDS)
-        if trainer.state.fn != "fit" or saved in (None, sorted(self.found.values())):
+        if trainer.state.fn != "fit" or (saved or []) == sorted(self.found.values()):
+            return
+        names = ", ".join(f"{where} ({digest[:12]})" for where, digest in self.found.items())
+        if saved is None:
+            if rank() == 0:
+                told = "the checkpoint does not say with which reward it was trained"
+                logger.warning(f"{told}: it is continued with {names}")
             return
         changed = [f"{where} ({v[:12]})" for where, v in self.found.items() if v not in saved]
         now = ", ".join(changed) or "what is left of it"
@@ -171,10 +181,10 @@ class SameRewards(Callback):
 
 
 def reward_digests(scorer: Any) -> dict[str, str]:
-    """Return the fingerprint of each model, and the SHA-256 of the file of each function, by name.
+    """Return the fingerprint of each model and the digest of each function or own scorer, by name.
 
-    What is no model folder is left out: loading it says what is wrong. So are functions of this
-    package: a run continues with a later version of it.
+    What is no model folder is left out: loading it says what is wrong. So is code of this package:
+    a run continues with a later version of it.
     """
     found: dict[str, str] = {}
     for part in parts_of(scorer):
@@ -185,9 +195,38 @@ def reward_digests(scorer: Any) -> dict[str, str]:
             if isinstance(source, str):
                 with suppress(ManifestError):
                     found[source] = source_fingerprint(source, revision)
-        name = getattr(part, "function_name", None) or "rlhf_lightning."
-        place, colon, _ = name.rpartition(":" if ":" in name else ".")
-        file = place if colon == ":" else getattr(sys.modules.get(place), "__file__", None)
-        if file is not None and not name.startswith("rlhf_lightning."):
-            found[name] = content_digest(Path(file))
+        found |= _code_digest(part)
     return found
+
+
+def _code_digest(scorer: Any) -> dict[str, str]:
+    """Return the digest of what scores, by its name; nothing of code of this package."""
+    name = getattr(scorer, "function_name", None)
+    if name is not None:
+        place, colon, function = name.rpartition(":" if ":" in name else ".")
+        file = place if colon == ":" else getattr(sys.modules.get(place), "__file__", None)
+        if file is None or name.startswith("rlhf_lightning."):
+            return {}
+        return {name: f"{content_digest(Path(file))}:{function}"}
+    code: Any = getattr(scorer, "function", scorer)
+    values: dict[Any, Any] = {}
+    while isinstance(code, functools.partial):
+        values |= {**dict(enumerate(code.args)), **code.keywords}
+        code = code.func
+    if not inspect.isroutine(code := inspect.unwrap(code)):
+        code = type(code)
+    if f"{code.__module__}.".startswith("rlhf_lightning."):
+        return {}
+    if inspect.isfunction(code):
+        values |= inspect.getclosurevars(code).nonlocals
+    name = f"{code.__module__}.{code.__qualname__}"
+    try:
+        alone = code.__module__ == "__main__"  # beside all else that a program does
+        text = inspect.getsource(code) if alone else Path(inspect.getfile(code)).read_text("utf-8")
+    except (OSError, TypeError):
+        if rank() == 0:
+            logger.warning(f"{name} has no source file: a resume cannot tell if it has changed")
+        return {}
+    # The text of others may hold a place in memory.
+    plain = {k: v for k, v in values.items() if isinstance(v, str | int | float | None)}
+    return {name: hashlib.sha256(f"{name}\n{text}\n{plain}".encode()).hexdigest()}

@@ -63,7 +63,8 @@ def load_states(checkpoint: dict[str, Any], module: Any) -> None:
     if (saved := checkpoint.get(KEY, "")) != module.fingerprint:
         raise ValueError(
             f"the checkpoint was trained against reference {saved[:12]}, the model's source is now "
-            f"{module.fingerprint[:12]}: use the model it started from"
+            f"{module.fingerprint[:12]}: use the model it started from, "
+            "of the hub by revision=COMMIT"
         )
     check_adapters(checkpoint, module.trained)
     for name, part in module.stateful().items():

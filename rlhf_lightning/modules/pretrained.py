@@ -242,7 +242,8 @@ class Start:
             raise ValueError(f"{error}: {_WITHOUT_ADAPTER[argument]}") from error
         if files.base_fingerprint not in ("", self.source.fingerprint):
             raise ValueError(
-                f"the adapter in {place} was trained on {files.base} and not on policy={name}: "
+                f"the adapter in {place} was trained on {files.base} and not on policy={name} "
+                f"({files.base_fingerprint[:12]}, {self.source.fingerprint[:12]}): "
                 f"give the former; or {_WITHOUT_ADAPTER[argument]}"
             )
         if scale is not None:

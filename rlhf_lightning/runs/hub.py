@@ -71,6 +71,17 @@ def check_on_hub(name: str, revision: str | None = None) -> None:
     logger.warning("%s: %s is what was loaded before", reason, name)
 
 
+def hub_commit(name: str, revision: str | None = None) -> str | None:
+    """Return the commit of a model of the hub that is loaded now; None where none can be."""
+    try:
+        unreachable_hub()
+        config = huggingface_hub.hf_hub_download(name, "config.json", revision=revision)
+    except Exception:  # of whichever HTTP client the library has; loading says what is wrong
+        return None
+    found = hub_snapshot(Path(config).parent)
+    return None if found is None else found[1]
+
+
 class HubError(RuntimeError):
     """The hub did not take the folder."""
 

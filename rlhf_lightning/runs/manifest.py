@@ -218,13 +218,17 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def source_fingerprint(source: str, revision: str | None = None) -> str:
-    """Return the fingerprint of a folder, else the hub name with its revision.
+    """Return the fingerprint of a folder, or the commit of a hub name.
+
+    Of a name that can be loaded neither from the hub nor from its cache it is the name itself.
 
     Raises:
         ManifestError: if the folder is no model, or is not what its manifest says.
     """
     if not Path(source).is_dir():
-        return source if revision is None else f"{source}@{revision}"
+        from rlhf_lightning.runs.hub import hub_commit  # the hub's library takes a while to import
+
+        return hub_commit(source, revision) or source
     return read_manifest(source).fingerprint if has_manifest(source) else fingerprint(source)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, NoReward, WeightedScorer
+from rlhf_lightning.rollout.scorers.functions import load_function
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary, write_summary
 from tests.builders.ranks import SimulatedRanks
@@ -45,13 +47,29 @@ def test_a_reward_function_has_the_digest_of_its_file(tmp_path):
     name = reward(tmp_path, "len(c)")
     inner = FunctionScorer(name)
     digest = hashlib.sha256((tmp_path / "reward.py").read_bytes()).hexdigest()
-    assert reward_digests(inner) == {name: digest}
-    assert reward_digests(WeightedScorer({"a": inner})) == {name: digest}
+    assert reward_digests(inner) == {name: f"{digest}:f"}
+    assert reward_digests(WeightedScorer({"a": inner})) == {name: f"{digest}:f"}
     ours = "rlhf_lightning.rollout.scorers.verifiable.command_reward"
     assert reward_digests(FunctionScorer(ours)) == {}
 
 
-def test_a_function_that_was_edited_is_refused_at_a_resume(tmp_path):
+def test_a_function_that_is_given_itself_is_compared_by_its_file_or_in_a_program_alone(tmp_path):
+    def digests(score: str, more: str = "", module: str = "mine", **bound: float) -> dict[str, str]:
+        file = tmp_path / "reward.py"
+        file.write_text(REWARD.format(score) + more)
+        function = load_function(f"{file}:f")
+        function.__module__ = module
+        return reward_digests(FunctionScorer(partial(function, **bound) if bound else function))
+
+    assert digests("len(c)") == digests("len(c)") != digests("-len(c)")
+    assert digests("len(c)") != digests("len(c)", "more = 1\n")
+    program = digests("len(c)", module="__main__")
+    assert program == digests("len(c)", "more = 1\n", "__main__")
+    assert program != digests("-len(c)", module="__main__")
+    assert digests("len(c)", weight=1.0) != digests("len(c)", weight=2.0)
+
+
+def test_a_function_that_was_edited_is_refused_at_a_resume(tmp_path, caplog):
     checkpoint: dict[str, Any] = {}
     name = reward(tmp_path, "len(c)")
     rewards_of(FunctionScorer(name)).on_save_checkpoint(NONE, NONE, checkpoint)
@@ -61,7 +79,8 @@ def test_a_function_that_was_edited_is_refused_at_a_resume(tmp_path):
     edited = rewards_of(FunctionScorer(reward(tmp_path, "-len(c)")))
     with pytest.raises(ValueError, match=r"another reward than .*reward\.py:f \(\w{12}\)"):
         edited.on_load_checkpoint(FITTING, NONE, checkpoint)
-    edited.on_load_checkpoint(FITTING, NONE, {})  # of an older version
+    edited.on_load_checkpoint(FITTING, NONE, {})  # of a Trainer without the callback
+    assert "does not say with which reward it was trained" in caplog.text
 
 
 @pytest.mark.thorough
@@ -104,12 +123,8 @@ def test_ranks_with_other_data_are_refused_on_each(monkeypatch, tmp_path):
         return data.train_dataloader()
 
     assert refusals(monkeypatch, lambda rank: loader("0.jsonl")) == ["", ""]
-    assert [
-        "same data" in text for text in refusals(monkeypatch, lambda r: loader(f"{r}.jsonl"))
-    ] == [
-        True,
-        True,
-    ]
+    found = refusals(monkeypatch, lambda rank: loader(f"{rank}.jsonl"))
+    assert ["same data" in text for text in found] == [True, True]
 
 
 def test_other_configurations_are_named_before_the_data_that_they_change(monkeypatch):

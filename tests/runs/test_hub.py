@@ -10,6 +10,7 @@ from rlhf_lightning import SFTModule
 from rlhf_lightning.data.sources.base import HubSource
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.runs.hub import check_on_hub, hub_snapshot, unreachable_hub
+from rlhf_lightning.runs.manifest import source_fingerprint
 
 
 @pytest.fixture
@@ -37,10 +38,12 @@ def test_a_hub_that_cannot_be_reached_is_known_at_once(away):
 
 def test_without_the_hub_a_model_that_was_loaded_before_is_used_and_named(away, caplog):
     cached = away / "models--me--m"
-    (cached / "snapshots" / "c0").mkdir(parents=True)
-    (cached / "snapshots" / "c0" / "config.json").write_text("{}")
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("c0")
+    (cached / "refs").mkdir(parents=True)
+    for commit in ("0" * 40, "1" * 40):
+        (cached / "snapshots" / commit).mkdir(parents=True)
+        (cached / "snapshots" / commit / "config.json").write_text("{}")
+        (cached / "refs" / "main").write_text(commit)
+        assert source_fingerprint("me/m") == commit
     for _ in range(2):
         assert loading_options("me/m") == {"trust_remote_code": False}
     assert [r.message.endswith("me/m is what was loaded before") for r in caplog.records] == [True]
