@@ -51,6 +51,7 @@ class AdapterFiles:
         tensors: `{module path}.lora_A.weight` and `.lora_B.weight`, and `score.weight`.
         is_scalar: whether it is a value or reward model; else a policy.
         reward_offset: constant that is added to the head's output.
+        reward_normalized: whether scores have mean 0 and standard deviation 1.
         base: name or folder of the base.
         base_fingerprint: fingerprint of the base's weights; "" where it is not known.
     """
@@ -59,6 +60,7 @@ class AdapterFiles:
     tensors: Mapping[str, Tensor]
     is_scalar: bool
     reward_offset: float
+    reward_normalized: bool
     base: str
     base_fingerprint: str
 
@@ -110,6 +112,7 @@ def save_adapter(
     extra = {
         "kind": "scalar" if is_scalar else "policy",
         "reward_offset": float(state["head.bias"]) if is_scalar else 0.0,
+        "reward_normalized": is_scalar and model.normalized,
         "base": base,
         "base_fingerprint": base_fingerprint,
     }
@@ -160,6 +163,7 @@ def read_adapter(folder: Path) -> AdapterFiles:
         tensors=tensors,
         is_scalar="score.weight" in tensors,
         reward_offset=offset,
+        reward_normalized=bool(extra.get("reward_normalized", extra)),  # older ones do not say
         base=str(extra.get("base", config.base_model_name_or_path or "")),
         base_fingerprint=str(extra.get("base_fingerprint", "")),
     )
@@ -202,7 +206,9 @@ def load_scalar_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedSc
         raise ValueError(f"the adapter in {folder} lacks score.weight, a reward head")
     base.add_adapter(name, seed=0, lora=files.lora)
     base.heads[name] = scalar_head(base.hidden_size, init_std=0.0)
-    return _filled(AdaptedScalarModel(base, name), files, folder)
+    model = AdaptedScalarModel(base, name)
+    model.normalized = files.reward_normalized
+    return _filled(model, files, folder)
 
 
 def load_policy_adapter(base: AdaptedBase, folder: Path, name: str) -> AdaptedPolicy:
@@ -263,7 +269,9 @@ def merge_adapter(
         return into
     head = scalar_head(model.base.hidden_size, init_std=0.0)
     head.load_state_dict({"weight": state["head.weight"], "bias": state["head.bias"]})
-    return ScalarHeadModel(into.model.base_model, head)  # type: ignore[arg-type]
+    merged = ScalarHeadModel(into.model.base_model, head)  # type: ignore[arg-type]
+    merged.normalized = model.normalized
+    return merged
 
 
 def _by_module(state: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:

@@ -100,7 +100,8 @@ def export_scalar_model(
     """Write a reward model as a Hugging Face sequence classifier with one label.
 
     The head's bias, which such classifiers do not have, is written to config.json as
-    `reward_offset`; `load_scalar_model` adds it. Two more keys there keep readers from putting the
+    `reward_offset`; `load_scalar_model` adds it. `reward_normalized` says whether scores have mean
+    0 and standard deviation 1. Two more keys there keep readers from putting the
     score through a sigmoid: `problem_type` is for pipelines of transformers and vLLM's classify,
     `sentence_transformers` for CrossEncoder and vLLM's score.
 
@@ -123,6 +124,7 @@ def export_scalar_model(
     config.num_labels, config.pad_token_id = 1, pad_token_id
     config.vocab_size = len(state[embedding])
     config.reward_offset = float(state["head.bias"])
+    config.reward_normalized = model.normalized
     config.problem_type = "regression"
     config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
     for name in NORMALIZATION:  # of the model before, which are in the head by now

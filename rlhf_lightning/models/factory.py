@@ -234,9 +234,10 @@ def _stored_scalar_model(source: str | Path, options: ModelOptions) -> ScalarHea
     own = reward_normalization(model.config, source)
     if own is not None:
         found.normalize(*own)
-    # An export of this framework has the offset.
-    found.normalized = own is not None or hasattr(model.config, "reward_offset")
-    if not found.normalized:
+    # An export of this framework has the offset; older ones do not say more.
+    ours = hasattr(model.config, "reward_offset")
+    found.normalized = own is not None or getattr(model.config, "reward_normalized", ours)
+    if own is None and not ours:
         warn_once(
             f"{source} is of another framework: its score is read at the token that ends a "
             "response. Where it was trained to be read elsewhere (behind a template's line break, "

@@ -261,10 +261,10 @@ class ScalarHeadModel(nn.Module):
             autocast and where the model is sharded.
 
     Attributes:
-        normalized: False for a reward model of another framework that names no mean and std.
+        normalized: whether its scores were given mean 0 and standard deviation 1.
     """
 
-    normalized: bool = True
+    normalized: bool = False
 
     def __init__(self, trunk: PreTrainedModel, head: ScalarHead) -> None:
         super().__init__()
@@ -317,6 +317,7 @@ class ScalarHeadModel(nn.Module):
             head.reshard()  # FSDP2 throws away what is done to weights that it has gathered
         head.weight.div_(std)
         head.bias.sub_(mean).div_(std)
+        self.normalized = True
 
 
 class ScalarHead(nn.Linear):

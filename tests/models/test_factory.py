@@ -90,18 +90,21 @@ def test_loaded_policies_and_scalar_models_have_no_dropout_either(model_type, tm
 
 def test_a_normalized_reward_model_survives_a_second_export(tmp_path):
     model = tiny_scalar_model("llama", bias=0.3)
+    model.normalize(0.0, 1.0)
     for name in ("a", "b"):
         export_scalar_model(model, tmp_path / name, model.state_dict(), pad_token_id=PAD)
         model = load_scalar_model(tmp_path / name)
     first = load_scalar_model(tmp_path / "a")
     assert first.head.bias.item() == pytest.approx(0.3)
+    assert first.normalized
     assert torch.equal(first(IDS, POSITIONS), model(IDS, POSITIONS))
 
 
 @pytest.mark.parametrize(
     ("keys", "clip"),
     [
-        ({"reward_offset": 0.3}, 5.0),
+        ({"reward_offset": 0.3}, 5.0),  # of an older export of ours
+        ({"reward_offset": 0.3, "reward_normalized": False}, None),
         ({}, None),
         ({"mean": 0.0, "std": 1.0}, 5.0),
         ({"mean": 2.0, "std": 3.0, "normalize_reward": False}, None),
@@ -113,7 +116,7 @@ def test_scores_of_another_frameworks_reward_model_are_clipped_only_if_it_normal
     model = tiny_scalar_model("llama", bias=0.3)
     export_scalar_model(model, tmp_path, model.state_dict(), pad_token_id=PAD)
     config = json.loads((tmp_path / "config.json").read_text())
-    del config["reward_offset"]
+    assert [config.pop(name) for name in ("reward_offset", "reward_normalized")][1] is False
     (tmp_path / "config.json").write_text(json.dumps(config | keys))
     alone = RewardModelScorer(lambda: load_scalar_model(tmp_path))
     several = RewardEnsembleScorer(lambda source: load_scalar_model(tmp_path), ["first", "second"])

@@ -127,7 +127,9 @@ def test_merged_weights_give_the_logits_of_base_and_adapter(folders, kind):
     merged = merge_adapter(policy, policy.state_dict(), load_policy(folders[kind]))
     torch.testing.assert_close(logprobs(merged), logprobs(policy), rtol=1e-4, atol=1e-4)
     reward = shaken(load_scalar_model(folders[kind], head="reward", lora=LORA, seed=2), seed=4)
+    reward.normalize(0.5, 2.0)
     whole = merge_adapter(reward, reward.state_dict(), load_policy(folders[kind]))
+    assert whole.normalized
     torch.testing.assert_close(whole(IDS, POSITIONS), reward(IDS, POSITIONS), rtol=1e-4, atol=1e-4)
 
 
@@ -158,6 +160,7 @@ def test_a_stored_reward_adapter_comes_back_onto_another_copy_of_its_base(folder
     assert files.base_fingerprint == "abc"
     assert files.reward_offset == pytest.approx(reward.head.bias.item())
     again = load_scalar_adapter(load_base(folders[kind], LORA), tmp_path, "reward")
+    assert again.normalized
     assert torch.equal(again(IDS, POSITIONS), reward(IDS, POSITIONS))
 
 
