@@ -20,7 +20,7 @@ from rlhf_lightning.data.encode import (
     encode_prompt,
     give_same_columns,
 )
-from rlhf_lightning.data.records import PromptRecord, first_of_each
+from rlhf_lightning.data.records import PromptRecord, first_of_each, question_key
 from rlhf_lightning.data.sampler import validation_part
 from rlhf_lightning.evaluation.final_metrics import Findings
 from rlhf_lightning.evaluation.generate import (
@@ -237,8 +237,8 @@ def encode_questions(
     """Return the prompts in the tokens of each tokenizer.
 
     A prompt that is too long for one of the tokenizers is left out for all, so that row i is one
-    prompt everywhere. Records that say the same, their columns too, are asked once: an interval
-    takes prompts for independent. Rows are numbered by prompt and response.
+    prompt everywhere. Of several records with one prompt the first is asked: an interval takes
+    prompts for independent. Rows are numbered by prompt and response.
 
     Args:
         records: records of the prompts.
@@ -265,7 +265,7 @@ def encode_questions(
             unused[next(iter(report.dropped), BAD)] += 1
         else:
             short.append((record, rows))
-    different = first_of_each(short, lambda one: repr(one[0]))
+    different = first_of_each(short, lambda one: question_key(one[0]))
     asked = validation_part(different, num_prompts, seed)
     unused.update({REPEATED: len(short) - len(different), NOT_DRAWN: len(different) - len(asked)})
     sides = [[rows[side] for _, rows in asked] for side in range(len(tokenizers))]
@@ -305,7 +305,7 @@ def encode_safety_prompts(
     Raises:
         ValueError: if none of a kind is left.
     """
-    records = first_of_each(records, repr)
+    records = first_of_each(records, lambda one: one.domain + question_key(one))
     batches, asked, _ = encode_questions(
         records, tokenizers, max_prompt_length=max_prompt_length, batch_size=batch_size
     )

@@ -58,14 +58,14 @@ def test_a_prompt_with_other_documents_is_another_question():
     assert +unused == {"with the prompt of an earlier row": 1}
 
 
-def test_a_prompt_with_another_answer_is_another_question():
+def test_a_prompt_with_other_columns_is_the_same_question():
     records = [PromptRecord("w2 w3", columns={"answer": each}) for each in ("4", "5", "4")]
     ((batch,),), asked, unused = encode_questions(
-        records, [tokenizer()], max_prompt_length=5, batch_size=4, num_prompts=2
+        records, [tokenizer()], max_prompt_length=5, batch_size=4
     )
-    assert asked == records[:2]
-    assert batch.columns["answer"] == ("4", "5")
-    assert +unused == {"with the prompt of an earlier row": 1}
+    assert asked == records[:1]
+    assert batch.columns["answer"] == ("4",)
+    assert +unused == {"with the prompt of an earlier row": 2}
 
 
 def test_safety_prompts_that_are_too_long_are_counted_and_none_of_a_kind_is_refused(caplog):
