@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -20,6 +20,7 @@ from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.folder import ITERATION, from_here
 from rlhf_lightning.runs.jinja import environment
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, number, quantity, show
+from rlhf_lightning.runs.summary import Metrics, figure
 
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
@@ -83,6 +84,7 @@ class Figure:
         code: the name of its metric.
         legends: of the lines, in the order of their colours.
         note: what else is to know, such as where a healthy run keeps it.
+        of: whose values these two are, where it has several lines.
     """
 
     title: str
@@ -92,6 +94,7 @@ class Figure:
     legends: Sequence[str] = ()
     note: str = ""
     start: str = ""
+    of: str = ""
 
 
 def line_chart(
@@ -323,8 +326,11 @@ def looked_at_first(names: Iterable[str]) -> list[str]:
     return sorted((n for n, rank in ranks.items() if rank is not None), key=lambda n: ranks[n] or 0)
 
 
-def curves(rows: Rows) -> tuple[list[Figure], list[Figure]]:
-    """Return a small chart a metric: those that one looks at first, and the others."""
+def curves(rows: Rows, metrics: Metrics) -> tuple[list[Figure], list[Figure]]:
+    """Return a small chart a metric: those that one looks at first, and the others.
+
+    Held-out figures begin with that of the baseline and end with the final one, where it is known.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row if name != ITERATION))
     inside = {held for name in names if (held := _held_out(name)) in names}
     inside |= {n for name in names for n, _ in _REFERENCES.get(name, ())}
@@ -336,7 +342,9 @@ def curves(rows: Rows) -> tuple[list[Figure], list[Figure]]:
     rest = sorted(set(shown) - {*first}, key=lambda name: (places.get(name, len(places)), name))
     if not first:
         first, rest = rest, []
-    figures, more = ([f for n in part if (f := _figure(n, rows, names))] for part in (first, rest))
+    figures, more = (
+        [f for n in part if (f := _figure(n, rows, names, metrics))] for part in (first, rest)
+    )
     return figures, more
 
 
@@ -346,11 +354,14 @@ def _held_out(name: str) -> str:
     return "" if phase == "val" else f"val/{of}"
 
 
-def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
-    about = quantity(name)
-    together = _held_out(name) in names
-    lines = {"training": name, "held-out": _held_out(name)} if together else {name: name}
+def _figure(name: str, rows: Rows, names: Sequence[str], metrics: Metrics) -> Figure | None:
+    about, held = quantity(name), _held_out(name)
+    together = held in names
+    lines = {"training": name, "held-out": held} if together else {name: name}
     series = [_series(metric, rows, label) for label, metric in lines.items()]
+    before = figure(metrics, held.replace("/", "/baseline_")) if together else None
+    if before is not None:
+        series[-1] = replace(series[-1], points=[(0, before), *series[-1].points])
     references = []
     for key, label in (pair for n in lines.values() for pair in _REFERENCES.get(n, ())):
         values = [row[key] for row in rows if key in row]
@@ -361,13 +372,17 @@ def _figure(name: str, rows: Rows, names: Sequence[str]) -> Figure | None:
     if not chart:
         return None
     finite = [value for _, value in series[-1].points if math.isfinite(value)]
+    if together and finite and (after := figure(metrics, held)) is not None:
+        finite.append(after)
+    has_start = before is not None or not together  # else the first is of a later iteration
     ends = (finite[0], finite[-1]) if finite else ()
     like = max(map(abs, ends), default=None)
     return Figure(
         capitalized(about.label.removeprefix("training ") if together else about.label),
         chart,
+        of="held-out " * together,
         now=show(name, finite[-1], like=like) if finite else "",
-        start=show(name, finite[0], like=like) if len(finite) > 1 else "",
+        start=show(name, finite[0], like=like) if len(finite) > 1 and has_start else "",
         code="" if together else name,
         legends=list(lines) if together else (),
         note=f"usual {about.usual}" if about.usual else "",

@@ -65,9 +65,6 @@ def render_report(folder: RunFolder) -> str:
     if summary is None and shown.headline:  # which has no number to stand beside
         shown.curves.insert(0, shown.headline)
     chain = chain_section(folder, summary)
-    # Neither KL nor scores against another baseline than the start are of the way from there.
-    compared = [line for line in lines if line.get("held_out") == "answers"]
-    ends = metrics if all(line[ITERATION] for line in compared) else {}
     parts: list[str] = [_verdict(summary, folder, shown, chain), _trained(summary, rows)]
     if chain:  # the page of its last stage has the figures that the pipeline takes from it
         parts += [chain, sections.rounds_section(metrics, stages_of(summary))]
@@ -78,7 +75,7 @@ def render_report(folder: RunFolder) -> str:
             render("figures.html", shown=shown, trained=bool(rows)),
             sections.pairs_section(lines),
             render("curves.html", shown=shown, rows=rows),
-            sections.overoptimization_section(rows, ends) if judged else "",
+            sections.overoptimization_section(rows, _of_the_way(metrics, lines)) if judged else "",
             render("best_of.html", charts=shown.best_of),
             sections.domains_section(metrics),
             sections.samples_section(read_samples(folder.samples)),
@@ -110,9 +107,15 @@ class Pictures:
     more_curves: list[Figure]
 
 
+def _of_the_way(metrics: sections.Metrics, lines: sections.Lines) -> sections.Metrics:
+    """Return the metrics unless they are against another baseline than the start of the curves."""
+    compared = [line for line in lines if line.get("held_out") == "answers"]
+    return metrics if all(line[ITERATION] for line in compared) else {}
+
+
 def pictures(rows: Rows, metrics: sections.Metrics, lines: sections.Lines) -> Pictures:
     """Return the figures of a run from its rows, final metrics and distributions."""
-    first, more = curves(rows)
+    first, more = curves(rows, _of_the_way(metrics, lines))
     answers, of = sections.answers_figures(lines)
     answers = [*sections.wins_figures(metrics), *answers]
     best_of = sections.best_of_figures(metrics)
