@@ -165,8 +165,7 @@ class RunRecord(Callback):
         about = {**summary.about, "baseline": without_folders(baseline)}
         about["compared by"] = without_folders(_reward(judge))
         kept = {k: v for k, v in summary.metrics.items() if k not in self._compared}
-        self._compared = set(findings.metrics) - set(kept)
-        metrics = {**kept, **findings.metrics}
+        self._compared, metrics = set(findings.metrics), {**kept, **findings.metrics}
         write_summary(self.folder, replace(summary, metrics=metrics, gates=gates, about=about))
         write_report(self.folder)
 
@@ -195,10 +194,12 @@ class RunRecord(Callback):
         at, end, about = 0, best or current_iteration(trainer), dict(begun.about)
         rows = read_metrics(self.folder.metrics)
         # An evaluation every few iterations is one of the end only if it was made there.
-        for row in rows[-1:] if getattr(trainer.lightning_module, "rolls_out", False) else rows:
+        compares = getattr(trainer.lightning_module, "rolls_out", False)
+        for row in rows[-1:] if compares else rows:
             found = {k: v for k, v in row.items() if k.startswith("val/")}
             if found and row[ITERATION] <= end:
                 last, at = last | found, int(row[ITERATION])
+        self._compared = set(last) if compares else set()
         if 0 < at < end:
             about["validated"] = f"at iteration {at}, not at the end"
         # metrics.csv leaves a cell empty that is not finite: the one before it is not the last.
