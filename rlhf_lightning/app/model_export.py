@@ -38,6 +38,7 @@ from rlhf_lightning.models.rounding import DTYPES, Rounding
 from rlhf_lightning.modules.checkpoint_state import KEY, check_adapters
 from rlhf_lightning.modules.export import TrainedModel
 from rlhf_lightning.runs.atomic import write_text
+from rlhf_lightning.runs.doctor_log import alerts_of, read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.hub import base_licence, hub_base
 from rlhf_lightning.runs.lock import artifact_lock, replacing_folder
@@ -47,6 +48,7 @@ from rlhf_lightning.runs.public_config import public_config, without_folders
 from rlhf_lightning.runs.reading import read_json
 from rlhf_lightning.runs.resume import checkpoint_iteration, read_checkpoint
 from rlhf_lightning.runs.summary import GateResult, installed_versions, read_summary
+from rlhf_lightning.runs.verdict import doubt_of
 from rlhf_lightning.text.tokenizers import as_saved
 
 _HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+")
@@ -54,11 +56,11 @@ _DTYPES = {"F32": "fp32", "BF16": "bf16"}  # as safetensors calls them, and we
 
 
 def export_trained(
-    parts: TrainingComponents, findings: Findings, gates: tuple[GateResult, ...]
+    parts: TrainingComponents, findings: Findings, gates: tuple[GateResult, ...], warning: str
 ) -> None:
     """Write `export/` of a run that has ended, and publish the same weights in fp32.
 
-    Every rank calls it, to gather the weights; the first writes.
+    Every rank calls it, to gather the weights; the first writes. The card has the warning.
     """
     settings, folder = parts.settings, parts.folder
     module: Any = parts.module
@@ -70,7 +72,8 @@ def export_trained(
         release_freed_memory()
     if not parts.trainer.is_global_zero:
         return
-    card = card_facts(settings, folder.name, findings.metrics, gates)
+    told = f"{warning} {doubt_of(alerts_of(read_events(folder.doctor)))}".strip()
+    card = card_facts(settings, folder.name, findings.metrics, gates, doubts=told)
     with replacing_folder(folder.export, ours=True) as staging:
         rounding = write_model_folder(settings, staging, trained, card)
     if not settings.publishes:
@@ -150,6 +153,7 @@ def card_facts(
     metrics: Mapping[str, float | None],
     gates: Sequence[GateResult] = (),
     checkpoint: str | None = None,
+    doubts: str = "",
 ) -> CardFacts:
     """Return what a card says of a run's model, whichever folder it stands in.
 
@@ -159,6 +163,7 @@ def card_facts(
         metrics: final metrics of the run.
         gates: outcomes of its gates.
         checkpoint: says which checkpoint it is, for one that is not the end of a finished run.
+        doubts: what speaks against the metrics.
     """
     module, start = settings.spec, settings.start
     return CardFacts(
@@ -174,6 +179,7 @@ def card_facts(
         gates=gates,
         versions=installed_versions(),
         checkpoint=checkpoint,
+        doubts=doubts,
         against=_against(settings.scorer) if module.rolls_out else None,
         title=settings.title,
         is_reward=not module.trains_policy,
@@ -368,7 +374,8 @@ def _card_of_checkpoint(
         mean, std = (metrics.get(f"reward/sample_{name}") for name in ("mean", "std"))
         if isinstance(trained.model, ScalarHeadModel) and mean is not None and std is not None:
             trained.model.normalize(mean, std)
-        return card_facts(settings, folder.name, metrics, summary.gates)
+        told = f"{summary.warning} {doubt_of(summary.alerts)}".strip()
+        return card_facts(settings, folder.name, metrics, summary.gates, doubts=told)
     of = "before the end of its run" if finished else "of a run that has not finished"
     note = f"A checkpoint {of}, after iteration {iteration}. No gate has checked it."
     note += " Its scores are not normalized." if is_reward else ""

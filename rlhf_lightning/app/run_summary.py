@@ -17,9 +17,21 @@ from rlhf_lightning.app.run_claim import NOTHING_TO_CONTINUE
 from rlhf_lightning.callbacks.wandb_logger import shown_in_wandb
 from rlhf_lightning.hparams import DPOHparams
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator, why_not_captured
+from rlhf_lightning.runs.metric_catalog import counted
 
 logger = logging.getLogger(__name__)
 FEW_STEPS = 30  # Adam's moments and a warm-up of 5 % mean little in fewer
+
+
+def few_steps(settings: TrainSettings, parts: TrainingComponents) -> str:
+    """Return a warning of few optimizer steps, unless they are few on purpose; or ""."""
+    steps = math.prod(settings.passes) * int(parts.data.num_iterations)
+    if steps >= FEW_STEPS or settings.trainer.limit_train_batches is not None:
+        return ""
+    in_epochs = settings.data.get("num_epochs") is not None
+    length = "data.num_epochs" if in_epochs else "data.num_iterations"
+    told = f"{counted(steps, 'optimizer step')} {'is' if steps == 1 else 'are'} too few"
+    return f"{told} to learn much: use a smaller data.batch_size, or more {length}."
 
 
 def start_settings(
@@ -44,8 +56,6 @@ def start_settings(
     trainer = parts.trainer
     device = type(trainer.accelerator).__name__.removesuffix("Accelerator").lower()
     strategy = f", {settings.strategy.name}" if trainer.world_size > 1 else ""
-    in_epochs = settings.data.get("num_epochs") is not None
-    length = "data.num_epochs" if in_epochs else "data.num_iterations"
     lines: dict[str, object] = {
         "model": settings.model.name if plan is None else _model(settings, plan),
         "starts from": starts or "random weights",
@@ -62,11 +72,7 @@ def start_settings(
         else f"{readable(plan.total)}{f' of {readable(plan.memory)}' if plan.memory else ''} at "
         f"its peak ({plan.peak}), by rlhf-plan",
         "seed": settings.seed,
-        # A run that is cut short on purpose is not warned of.
-        "warning": f"{steps} optimizer steps are too few to learn much: use a smaller "
-        f"data.batch_size, or more {length}"
-        if steps < FEW_STEPS and limit is None
-        else None,
+        "warning": few_steps(settings, parts),
         "W&B": shown_in_wandb(parts.trainer),
         "publishes": None if settings.paths.publish else "nothing: it stays in the run folder",
         "continues": checkpoint or (nothing if settings.resume == "auto" else None),

@@ -42,7 +42,7 @@ from rlhf_lightning.app.run_claim import (
     record_end,
     runs_to_continue,
 )
-from rlhf_lightning.app.run_summary import memory_advice, start_settings
+from rlhf_lightning.app.run_summary import few_steps, memory_advice, start_settings
 from rlhf_lightning.app.start import AS_PYTHON
 from rlhf_lightning.app.sweep import in_sweep, should_continue
 from rlhf_lightning.app.tracking import finish_tracking
@@ -169,7 +169,7 @@ def _train(
     parts = assemble(settings, folder)
     settings = parts.settings  # with what was found out since
     about = about_run(parts.module, parts.data, name=settings.dataset.name)
-    summary = replace(summary, about=about)
+    summary = replace(summary, about=about, warning=few_steps(settings, parts))
     if parts.trainer.is_global_zero:
         write_summary(folder, summary)
         title = settings.title if settings.name == settings.stage else settings.name
@@ -187,7 +187,7 @@ def _train(
         # 4 export and publish
         if parts.trainer.is_global_zero:
             findings.write(folder, current_iteration(parts.trainer))
-        export_trained(parts, findings, gates)
+        export_trained(parts, findings, gates, summary.warning)
         times.append(time.perf_counter())
         # 5 summary, report, last screen
         phases = zip(("setup", "fit", "measure", "export"), pairwise(times), strict=True)

@@ -17,7 +17,7 @@ from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, ends, quantity, show
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import Summary, read_summary
-from rlhf_lightning.runs.verdict import FEW
+from rlhf_lightning.runs.verdict import FEW, doubt_of
 
 COLUMNS = (
     *("val/gold_win_rate", "val/score_win_rate", "val/accuracy", "val/loss", "val/score"),
@@ -106,6 +106,7 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         own=own,
         columns={name: quantity(name).label.removeprefix("held-out ") for name in columns},
         show=show,
+        doubt_of=doubt_of,
         ends=ends,
         paired=paired_with_first(runs),
         chart=_chart(runs),

@@ -107,12 +107,15 @@ def alerts_of(events: Iterable[DoctorEvent]) -> list[dict[str, Any]]:
     """Return one entry for each time that a detector raised an alert, in order.
 
     `level` is the worst that was reached, with the value and the bound of that moment;
-    `cleared_at` is None for one that was there at the end, or when training went back.
+    `cleared_at` is None for one that was there at the end, and where training went back the
+    iteration from which it did.
     """
     entries: list[dict[str, Any]] = []
     open_entries: dict[str, dict[str, Any]] = {}
     for event in events:
         if event.kind == "rollback":
+            for entry in open_entries.values():
+                entry["cleared_at"] = event.iteration
             open_entries = {}
         if event.kind != "alert":
             continue

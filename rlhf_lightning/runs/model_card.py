@@ -43,6 +43,7 @@ class CardFacts:
         gates: outcomes of the run's gates.
         versions: versions of the software, by package.
         checkpoint: says which checkpoint this is, for one that is not the end of a finished run.
+        doubts: what speaks against the metrics, in sentences.
         reward: what config.json says of a reward model: `reward_offset` and the pad token.
         is_adapter: whether the folder holds an adapter alone.
         against: what scored the responses in training; None where nothing did.
@@ -64,6 +65,7 @@ class CardFacts:
     gates: Sequence[GateResult] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     checkpoint: str | None = None
+    doubts: str = ""
     reward: Mapping[str, Any] = field(default_factory=dict)
     is_adapter: bool = False
     against: str | None = None
@@ -81,7 +83,7 @@ def write_model_card(folder: Path, facts: CardFacts) -> Path:
         title=facts.title or facts.stage,
         base="random weights" if facts.base is None else without_folders(facts.base),
         config=CONFIG,
-        warning=prefers_longer(facts.metrics),
+        warning=f"{prefers_longer(facts.metrics)} {facts.doubts}".strip(),
     )
     path = folder / "README.md"
     write_text(path, text)

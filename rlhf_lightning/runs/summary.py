@@ -73,6 +73,7 @@ class Summary:
         about: what was trained from what, on what and against what, in words.
         judged: False where the run only shows that it runs, as with `debug=fast`.
         title: the kind of run in words, such as "PPO"; by default the stage.
+        warning: what makes all figures doubtful, in a sentence; "" where nothing does.
         next: what to do with what it made: a sentence, and on a second line a command for the shell
             and folder in which it was started; "" where a command line started nothing.
     """
@@ -92,6 +93,7 @@ class Summary:
     about: Mapping[str, str] = field(default_factory=dict)
     judged: bool = True
     title: str = ""
+    warning: str = ""
     next: str = ""
 
     def __post_init__(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from rlhf_lightning.runs import metric_catalog as catalog
 from rlhf_lightning.runs.metric_catalog import counted, ends, number, percent, quantity, show
@@ -86,6 +87,11 @@ def verdict(summary: Summary) -> Verdict:
         if (given := summary.about.get("compared by")) is not None:  # from Python, by any reward
             by = TRAINED_ON if given == summary.about.get("reward") else f"the reward “{given}”"
         found = _measured(summary.metrics, by)
+        doubt = doubt_of(summary.alerts)
+        told = " ".join(filter(None, (found.sentence, summary.warning, doubt)))
+        found = replace(found, sentence=told)
+        if doubt and found.tone == "good":
+            found = replace(found, tone="neutral")
     facts = found.facts
     if "total" in summary.seconds:
         facts = (*facts, Fact("time", catalog.duration(summary.seconds["total"])))
@@ -101,6 +107,13 @@ def verdict(summary: Summary) -> Verdict:
             ended += f": {summary.cause.rstrip('.')}"
         sentence = f"{ended}. {sentence}"
     return Verdict(tone, found.number, found.caption, sentence.strip(), facts, found.tone)
+
+
+def doubt_of(alerts: Iterable[Mapping[str, Any]]) -> str:
+    """Return what the doctor still said at the end against the figures of a run; or ""."""
+    left = [one["message"].partition(" [")[0] for one in alerts if one["cleared_at"] is None]
+    told = "; ".join(f"{title[:1].lower()}{title[1:]}" for title in left)
+    return told and f"But the doctor warns: {told}."
 
 
 def _measured(metrics: Metrics, by: str) -> Verdict:

@@ -24,7 +24,7 @@ def sweep(folder: Path) -> list[RunFolder]:
         metrics = {name: rate, f"{name}_low": rate - 0.02, f"{name}_high": rate + 0.02}
         summary = read_summary(job)
         metrics = dict(summary.metrics) | metrics | {"val/kl_per_token": kl}
-        write_summary(job, replace(summary, metrics=metrics))
+        write_summary(job, replace(summary, metrics=metrics, warning="Too few steps."))
         text = f"seed: 1\npaths: {{outputs: /home/me}}\nmodule: {{ppo: {{kl_coef: {kl_coef}}}}}\n"
         job.config.write_text(text)
     return jobs
@@ -38,6 +38,7 @@ def test_the_page_has_what_differs_and_a_mark_a_run_and_needs_no_network(tmp_pat
     assert places == sorted(places)
     assert "module.ppo.kl_coef" in page
     assert "kl_coef=0.05" in page  # a label
+    assert page.count("completed. Too few steps. · 1 min 37 s") == 4
     assert "/home/me" not in page
     assert not re.search(r"(https?:)?//[a-z]|url\(|<script|<img|<link", page, re.I)
 

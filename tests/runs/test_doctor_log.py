@@ -50,5 +50,5 @@ def test_an_alert_that_comes_again_is_another_entry_with_its_worst_level():
 def test_alerts_before_a_rollback_are_not_cleared_by_what_comes_after_it():
     rollback = DoctorEvent(9, "rollback", "kl_high", "alarm", "back to 4", value=4)
     entries = alerts_of([alert(6, "alarm"), rollback, alert(6, "warn"), alert(8, "healthy")])
-    assert [(e["raised_at"], e["cleared_at"]) for e in entries] == [(6, None), (6, 8)]
+    assert [(e["raised_at"], e["cleared_at"]) for e in entries] == [(6, 9), (6, 8)]
     assert [a["kind"] for a in actions_of([rollback])] == ["rollback"]

@@ -33,11 +33,12 @@ def test_the_hub_can_read_the_front_matter(tmp_path):
 
 
 def test_the_card_of_an_adapter_is_one_of_peft(tmp_path):
-    made = {"versions": {"python": "3.11", "torch": "2.9"}, "title": "SFT"}
+    made = {"versions": {"python": "3.11", "torch": "2.9"}, "title": "SFT", "doubts": "Too few."}
     path = write_model_card(tmp_path, facts("sft", is_adapter=True, hub_base="org/base", **made))
     matter = metadata_load(path)
     assert (matter["library_name"], matter["base_model_relation"]) == ("peft", "adapter")
     text = path.read_text()
+    assert "A causal language model after SFT. Too few.\n" in text
     assert "AutoPeftModelForCausalLM" in text
     assert "# Policy after SFT (adapter): world\n" in text
     assert "* Made with: python 3.11, torch 2.9\n" in text

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -86,6 +87,14 @@ def test_a_run_whose_score_never_varied_has_no_win_rate_for_a_headline(judge):
     assert "70.0 %" in {fact.value for fact in result.facts}, "it is among the other figures"
     varied = metrics | {"rollout/score_std_max": 0.1}
     assert verdict(Summary("ppo", "completed", 1, metrics=varied)).number == "70.0 %"
+
+
+def test_the_doctor_s_alerts_that_remain_and_a_warning_stand_behind_the_figure():
+    ends = {"kl_high": None, "groups": 7, "length": None}
+    alerts = tuple({"message": f"It {k} [warn]: 1", "cleared_at": v} for k, v in ends.items())
+    told = verdict(replace(ppo(0.8, 0.7, 0.9), warning="9 steps.", alerts=alerts))
+    assert told.sentence.endswith("reward. 9 steps. But the doctor warns: it kl_high; it length.")
+    assert (told.tone, told.number_tone, told.number) == ("neutral", "neutral", "80.0 %")
 
 
 def test_a_failed_gate_and_a_failed_run_are_said():
