@@ -8,6 +8,8 @@ import subprocess
 import pytest
 from torch.distributed.run import get_args_parser
 
+from rlhf_lightning.app.config.compose import register
+from rlhf_lightning.app.config.ways import spelled_out
 from tests.builders.command_lines import settings_of
 from tests.builders.launch_files import LAUNCH, shell_text, torchrun_words
 
@@ -21,10 +23,12 @@ def test_a_file_is_short_and_its_command_composes(file, tmp_path):
     words = torchrun_words(file, tmp_path, *(["seed=3"] if file.suffix == ".sbatch" else []))
     found = get_args_parser().parse_args(words)
     assert (found.module, found.training_script) == (True, "rlhf_lightning.train")
-    settings = settings_of(*found.training_script_args)
-    nodes = int(found.nnodes.partition(":")[0])
+    register()
+    settings = settings_of(*spelled_out(found.training_script_args))
+    nodes, scorer = int(found.nnodes.partition(":")[0]), settings.scorer.get("function")
     ranks = nodes * int(found.nproc_per_node)
-    assert (settings.stage, settings.resume, settings.trainer.num_nodes) == ("grpo", "auto", nodes)
+    stage = (settings.stage, scorer, settings.resume, settings.trainer.num_nodes)
+    assert stage == ("grpo", "reward.py:score", "auto", nodes)
     assert settings.seed == (3 if file.suffix == ".sbatch" else 1)
     assert settings.select("data.batch_size") % (ranks * settings.hparams.num_minibatches) == 0
 
