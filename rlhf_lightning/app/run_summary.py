@@ -59,7 +59,7 @@ def start_settings(
     lines: dict[str, object] = {
         "model": settings.model.name if plan is None else _model(settings, plan),
         "starts from": starts or "random weights",
-        "data": f"{settings.dataset.name}: {rows['train']:,} {data.kind}, "
+        "data": f"{settings.dataset.name}: {rows['train']:,} {data.contents}, "
         f"{rows['validation']:,} held out",
         "batches": f"{_batches(settings, iterations, trainer.world_size)} = "
         f"{steps:,} optimizer steps",

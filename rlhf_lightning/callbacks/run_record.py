@@ -295,7 +295,7 @@ def _data(data: Any, name: str | None) -> str:
     if not isinstance(data, RecordDataModule):
         return f"{name or own}" if rows is None else f"{name or own}, {rows} rows an iteration"
     train, held_out = (len(data.rows(split)) for split in ("train", "validation"))
-    told = f"{name or own}: {train:,} {data.kind}, {held_out:,} held out; {rows:,} an iteration"
+    told = f"{name or own}: {train:,} {data.contents}, {held_out:,} held out; {rows:,} an iteration"
     answers = getattr(data, "num_generations", 1)
     return told if answers == 1 else f"{told}, {answers} responses to each"
 

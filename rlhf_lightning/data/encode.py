@@ -124,7 +124,8 @@ class EncodingReport:
 
     In `num_merged` records the end of the prompt has other tokens where it stands alone;
     `num_unknown` hold text that the tokenizer does not know and writes as `<unk>` or leaves out.
-    `skipped` names the bad records that were left out. `unread` counts the keys of messages and of
+    `skipped` names the bad records that were left out. `taken` counts the rows that are a part of a
+    row of another kind, by what they are of it. `unread` counts the keys of messages and of
     `chat_template_kwargs` that the template does not read, `unread_columns` the columns that
     nothing reads.
     """
@@ -134,6 +135,7 @@ class EncodingReport:
     num_unknown: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)
+    taken: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
     unread_columns: Counter[str] = field(default_factory=Counter)
 
@@ -201,6 +203,8 @@ class RecordEncoder:
             encoded += rows
             if not rows:
                 continue
+            if taken := record.origin.taken:
+                report.taken[taken] += len(rows)
             texts = _texts(record)
             messages = [m for text in texts if not isinstance(text, str) for m in text]
             if messages or record.variables:

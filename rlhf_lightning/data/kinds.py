@@ -29,6 +29,8 @@ from rlhf_lightning.data.records import (
 
 EVERY = "learn all rows alike with columns={label: null}"
 GOOD = f"name the value of good responses with dataset.source.label_good=VALUE, or {EVERY}"
+# What records of each kind are of a row of another one.
+TAKEN = {"prompts": "prompts", "demonstrations": "chosen responses", "unpaired": "responses"}
 _TRUTH = {"true": True, "false": False}
 
 

@@ -205,6 +205,12 @@ class RecordDataModule(LightningDataModule):
         return self.summaries["train"]
 
     @property
+    def contents(self) -> str:
+        """The kind of the rows, and what they are of rows of another kind."""
+        taken = ", ".join(self.summary.taken)
+        return f"{self.kind} ({taken})" if taken else self.kind
+
+    @property
     def consumed(self) -> int:
         """Number of batches trained on: Lightning's count, from which a resumed run continues."""
         trainer = self.trainer

@@ -45,6 +45,7 @@ class Origin:
         unread: names of the columns that nothing reads.
         group: rows of one group are on one side of a split; "" for those of one prompt.
         sides: both sides of a plain pair as given, where the prompt is what they share.
+        taken: what of a row of another kind the record is; "" of one of its own.
         skip: leave the record out, counted and named, where a chat template does not write it in
             full; else it is an error.
     """
@@ -54,6 +55,7 @@ class Origin:
     unread: tuple[str, ...] = ()
     group: str = ""
     sides: tuple[str, ...] = ()
+    taken: str = ""
     skip: bool = False
 
 

@@ -80,6 +80,7 @@ class DataSummary(EncodingReport):
         contradictions = "pairs that another one contradicts (A > B and B > A)"
         rows: dict[str, Any] = {
             "rows": f"{self.num_rows}",
+            **{f"rows that are {taken}": count for taken, count in self.taken.items()},
             "domains": domains if set(self.domains) - {""} else {},
             "labels": {str(label).lower(): n for label, n in self.labels.items()},
             **{

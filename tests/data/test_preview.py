@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from rlhf_lightning.data.kinds import TAKEN
 from rlhf_lightning.data.preview import preview
 from rlhf_lightning.data.records import DemonstrationRecord
 from rlhf_lightning.data.sources.given import GivenRows
@@ -39,7 +40,11 @@ def test_the_kind_is_that_of_the_keys_and_the_others_can_be_asked_for(tokenizer,
         "answer, prompt" if kind == "prompts" else None
     )
     for other in others:
-        assert len(preview(source([row]), tokenizer, kind=other).rows) >= 1
+        read = preview(source([row]), tokenizer, kind=other)
+        taken = [
+            text for name, text in read.lines if name.startswith(f"rows that are {TAKEN[other]} ")
+        ]
+        assert taken == [f"{len(read.rows)}"] * ((kind, other) != ("unpaired", "demonstrations"))
 
 
 def test_lengths_are_whole_rows_and_max_length_drops_what_the_stage_drops(tokenizer):

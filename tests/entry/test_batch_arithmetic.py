@@ -11,6 +11,7 @@ import pytest
 from rlhf_lightning.app.build import assemble
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.run_summary import start_settings
+from rlhf_lightning.callbacks.run_record import about_run
 from rlhf_lightning.models import factory
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import overrides_of, settings_of
@@ -20,8 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 @pytest.fixture
 def records(tmp_path: Path) -> list[str]:
-    """Write 59 demonstrations and return the overrides that read them."""
-    rows = [{"prompt": f"what is {i} ?", "completion": f"{i} ."} for i in range(59)]
+    """Write 59 pairs, whose chosen responses SFT learns, and return overrides that read them."""
+    pair = {"chosen": "yes .", "rejected": "no ."}
+    rows = [{"prompt": f"what is {i} ?"} | pair for i in range(59)]
     lines = [json.dumps(row) for row in rows]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     held_out = "\n".join(line.replace("what", "which") for line in lines[:3])
@@ -50,7 +52,7 @@ def test_a_batch_larger_than_the_records_is_refused_before_a_model_is_loaded(
         assemble(settings, RunFolder(tmp_path / "run"))
 
 
-def test_the_first_screen_says_what_a_run_starts_from_and_that_it_continues_nothing(
+def test_the_first_screen_says_what_a_run_starts_from_and_learns_and_that_it_continues_nothing(
     start, records, tmp_path
 ):
     settings = composed(start, *records, "resume=auto", "paths.outputs=elsewhere")
@@ -62,6 +64,8 @@ def test_the_first_screen_says_what_a_run_starts_from_and_that_it_continues_noth
         checkpoint,
     ]
     assert shown[0]["starts from"] == str(start)  # whatever trained it
+    for told in (shown[0]["data"], about_run(parts.module, parts.data)["data"]):
+        assert "59 demonstrations (chosen responses of preferences), 3 held out" in str(told)
 
 
 def test_few_optimizer_steps_are_said_with_what_makes_more(start, records, tmp_path):

@@ -26,7 +26,7 @@ from rlhf_lightning.arguments import (
 from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError, OnBadRecord
 from rlhf_lightning.data.files import LocatedRow, Row, read_rows, rows_of, split_files
 from rlhf_lightning.data.formats import RowParser
-from rlhf_lightning.data.kinds import NO_LABELS, Labels, to_kind
+from rlhf_lightning.data.kinds import NO_LABELS, TAKEN, Labels, to_kind
 from rlhf_lightning.data.records import (
     PreferenceRecord,
     Record,
@@ -123,7 +123,7 @@ class RowSource:
             labels.check_unread(given)
         for record in given:
             try:
-                records += [self._placed(one) for one in to_kind(record, kind, labels)]
+                records += [self._placed(one, record) for one in to_kind(record, kind, labels)]
             except BadRecordError as error:
                 # A set of the wrong kind is no bad record, and skipping would hide all of it.
                 by_label = kind in ("demonstrations", "unpaired") and labels.column is not None
@@ -132,10 +132,13 @@ class RowSource:
                 self._skip(error)
         return records
 
-    def _placed(self, record: Record) -> Record:
-        """Return a record with what becomes of it where its chat template does not write it."""
+    def _placed(self, record: Record, row: Record) -> Record:
+        """Return a record with what it is of a row, and what becomes of it if it is not written."""
         skip, unread = self.on_bad_record == "skip", self.labels.unread(record)
-        record = replace(record, origin=replace(record.origin, skip=skip, unread=unread))
+        own = isinstance(record, type(row))  # an unpaired one is a labelled demonstration
+        taken = "" if own else f"{TAKEN[kind_of(record)]} of {kind_of(row)}"
+        origin = replace(record.origin, taken=taken, skip=skip, unread=unread)
+        record = replace(record, origin=origin)
         if self.system_into_user and not isinstance(record, TextRecord):
             return replace(record, prompt=with_system_in_user(record.prompt))
         return record
