@@ -299,7 +299,7 @@ def _start_lines(
         "policy": settings.policy,
         "baseline": settings.baseline,
         "prompts": f"{len(comparison.records):,} of {rows}" + (f" ({path})" if path else ""),
-        "not asked": ", ".join(not_asked) or "none",
+        "not asked": ", ".join(not_asked) or None,
         "responses": f"{evaluation.answers_per_prompt} a side to each prompt, of at most "
         f"{evaluation.max_new_tokens} tokens",
         "temperature": evaluation.temperature,

@@ -388,7 +388,7 @@ def print_plan(plan: Plan, *, title: str) -> None:
     lengths = f"{plan.prompt} + {plan.response}" if plan.response else plan.prompt
     trained = f"{plan.settings.title}, {plan.policy.model_type}"
     console.print(
-        f"{title}: {trained} of {plan.counts.total / 1e6:,.0f} M "
+        f"{title}: {trained} of {plan.counts.total:,} "
         f"weights; {plan.rows:,} rows of up to {lengths} tokens on each of {plan.world} devices "
         f"({plan.device}), {plan._together(plan.step_rows):,} at once, {plan.arithmetic}"
     )

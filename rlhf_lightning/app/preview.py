@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from html import escape
 
 from rich.console import Console
 from rich.text import Text
@@ -20,13 +21,14 @@ from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.text.tokenizers import load_tokenizer
 
 LONGEST = 80  # tokens of one colour in a terminal
-# Rich fills in {code}, with its text escaped; colours of a token are its own.
+# Rich fills in {code}, with its text escaped; colours of a token are its own. FILE is its name.
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>rlhf-data</title>
+<html lang="en"><head><meta charset="utf-8"><title>FILE, read by rlhf-data</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>:root {{color-scheme: light dark}}
-pre {{white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.6 monospace; margin: 1em}}
-</style></head><body><pre>{code}</pre></body></html>
+h1, pre {{white-space: pre-wrap; overflow-wrap: anywhere; margin: 1em; font: 14px/1.6 monospace}}
+h1 {{font-weight: bold}}
+</style></head><body><h1>FILE, read by rlhf-data</h1><pre>{code}</pre></body></html>
 """
 
 
@@ -38,14 +40,17 @@ def print_preview(
     for name, text in found.lines:
         row = Text.assemble((f"{name}: ", "bold"), text)
         console.print(row, soft_wrap=is_page or not console.is_terminal)
+    if not shown:
+        return
     if console.color_system is None or console.no_color:
         text = render_examples(shown, tokenizer, len(shown))
-        console.print(Text(f"\ntrained is [[...]]\n{text}"), soft_wrap=True)
+        marks = "" if found.kind == "prompts" else "in the loss: [[...]]\n"
+        console.print(Text(f"\n{marks}{text}"), soft_wrap=True)
         return
     trained, masked = (" trained ", TRAINED[0]), (" masked ", MASKED[0])
     legend = Text.assemble("\n", trained, " in the loss ", masked, " attended, not in the loss")
-    for row in (legend, *coloured_examples(shown, tokenizer, None if is_page else LONGEST)):
-        console.print(row, soft_wrap=is_page)
+    for each in (legend, *coloured_examples(shown, tokenizer, None if is_page else LONGEST)):
+        console.print(each, soft_wrap=is_page)
 
 
 def _show(settings: PreviewSettings) -> None:
@@ -66,7 +71,8 @@ def _show(settings: PreviewSettings) -> None:
         hidden = io.StringIO()
         page = Console(file=hidden, record=True, color_system="truecolor", no_color=False)
         print_preview(found, tokenizer, settings.num_examples, page)
-        write_text(settings.html, page.export_html(code_format=PAGE, inline_styles=True))
+        text = page.export_html(code_format=PAGE, inline_styles=True)
+        write_text(settings.html, text.replace("FILE", escape(str(settings.path)), 2))
         say(f"page: {settings.html}")
 
 

@@ -160,6 +160,9 @@ def test_a_file_that_is_named_for_evaluation_is_used_whole_and_what_is_not_is_co
     assert summary.metrics["val/num_prompts"] == 7
     assert "33 not drawn (evaluation.num_prompts=7)" in summary.about["not asked"]
     assert verdict(summary).number == ""
+    file.write_text('{"prompt": "what is 1 ?"}')
+    summary = run(settings_of(*words, entry="evaluate"), RunFolder(tmp_path / "one"), words)
+    assert "not asked" not in summary.about
 
 
 @pytest.mark.thorough

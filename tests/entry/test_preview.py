@@ -54,11 +54,15 @@ def test_a_file_of_pairs_is_shown_on_the_screen_and_on_a_page(model, pairs, tmp_
     examples = [line for line in done.stdout.splitlines() if line.startswith("example ")]
     assert len(examples) == 10
     assert all("<eos>]]" in line for line in examples)
+    assert "in the loss: [[...]]\nexample 1, chosen" in done.stdout
     assert done.stderr == ""
     page = (tmp_path / "page.html").read_text()
+    assert "<h1>pairs.jsonl, read by rlhf-data</h1>" in page
     assert "&lt;b&gt; 19" in page
     assert "<b>" not in page
     assert page.count("example 5, ") == 2
+    for more in ("num_examples=0", "kind=prompts"):
+        assert "in the loss" not in rlhf_data(tmp_path, *words, more).stdout
 
 
 @pytest.mark.parametrize(
