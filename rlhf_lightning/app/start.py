@@ -34,6 +34,7 @@ from rlhf_lightning.app.config.compose import (
     quoted,
     register,
     values_of,
+    with_one_length,
 )
 from rlhf_lightning.distributed.launch import global_rank
 from rlhf_lightning.distributed.process import prepare_process
@@ -198,6 +199,7 @@ def words_of(command: str) -> list[str]:
         sys.argv[1:] = words = [*words, *(f"{CONFIG_DIR}{folder}" for folder in folders)]
         words = ways.with_file(words)
         words = ways.spelled_out(words, command) if command in SHORT else words
+        words = with_one_length(words) if command in TRAINING else words
     except ConfigError as error:
         fail(str(error))
     if gone := errors.withdrawn(words):

@@ -147,7 +147,7 @@ class RecordDataModule(LightningDataModule):
         num_iterations, num_epochs = options["num_iterations"], options["num_epochs"]
         if num_iterations is not None and num_epochs is not None:
             both = f"num_iterations={num_iterations} and num_epochs={num_epochs}"
-            raise ValueError(f"{both}: give one, and data.num_epochs=null (None) for the other")
+            raise ValueError(f"{both}: give one")
         self.kind = options["kind"] or self.kinds[0]
         if self.kind not in self.kinds:
             raise ValueError(f"kind={self.kind!r}: use {' or '.join(map(repr, self.kinds))}")

@@ -233,7 +233,7 @@ VALUES = [
     # contradiction
     ("+experiment=ppo trainer.devices=3 data.batch_size=128", "data.batch_size=128", "126 or 132"),
     ("+experiment=ppo module.ppo.num_minibatches=256", "num_minibatches=256", "batch_size"),
-    ("+experiment=sft data.num_iterations=3", "data.num_iterations=3", "give one"),
+    ("+experiment=sft data.num_epochs=null", "data.num_iterations and data.num_epochs", "give one"),
     ("+experiment=ppo module=sft", "stage=ppo", "module=ppo"),
     ("+experiment=kto data.kind=preferences", "data.kind=preferences", "data.kind=unpaired"),
     ("+experiment=dpo module.dpo.desirable_weight=2", "desirable_weight", "kind=kto alone"),

@@ -52,6 +52,12 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
         (f"+experiment={name} dataset.path=x", {"evaluation.temperature": 0.0})
         for name in ("sft_smollm2_shell", "sft_smollm2_gsm8k")
     ),
+    # The length that is given takes the place of the other one.
+    ("+experiment=dpo data.num_iterations=3", {"data.num_epochs": None}),
+    (
+        "+experiment=sft_smollm2_shell dataset.path=x data.num_epochs=2",
+        {"data.num_iterations": None},
+    ),
     (recipe("sft smollm2_135m"), one_gpu(128) | {"module.sft.micro_batch_size": 16}),
     (recipe("sft qwen2_5_7b strategy=fsdp"), sharded(128)),
     (

@@ -19,7 +19,6 @@ OVERSHOOTS = [  # the loss falls for a few iterations, and is far worse after th
     "scheduler.name=constant",
     "trainer.limit_train_batches=null",
     "trainer.limit_val_batches=null",
-    "data.num_epochs=null",
     "data.num_iterations=12",
     "trainer.validations=12",
     "callbacks.checkpoint.every_n_iterations=null",

@@ -51,6 +51,11 @@ def test_help_of_an_experiment_is_its_own(tmp_path):
     [
         ("train", "+experiment=ppo module.ppo.kl_coeff=1", "did you mean module.ppo.kl_coef"),
         ("train", "+experiment=ppo module.ppo.kl_coef=-1", "module.ppo.kl_coef=-1 must be >= 0"),
+        (
+            "train",
+            "+experiment=dpo data.num_iterations=3 data.num_epochs=2",
+            "data.num_iterations=3 and data.num_epochs=2: give one",
+        ),
         ("train", "dpo org/m file.jsonl", "file.jsonl does not exist"),
         ("train", "dpo org/m records.jsonl", "the records are prompts"),
         ("plan", "kto org/m records.jsonl", "Prompts: distillation, grpo, ppo."),

@@ -261,12 +261,13 @@ def test_the_file_of_a_run_composes_to_its_configuration(words, tmp_path):
 def test_a_file_may_be_nested_and_the_command_line_comes_behind_it(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(
         "experiment: dpo\nmodel: smollm2_135m\nmodule: {dpo: {beta: 0.2, label_smoothing: 0.1}}\n"
-        "module.dpo.learning_rate: 1e-5\nseed: 4\n"
+        "module.dpo.learning_rate: 1e-5\nseed: 4\ndata.num_iterations: 3\n"
     )
     line = ["rlhf-train", "--config=run.yaml", "module.dpo.beta=0.3", "model=qwen3_0_6b"]
     monkeypatch.setattr(sys, "argv", line)
     words = words_of("train")
     assert sys.argv[1:] == words  # which ranks and jobs are started with
+    assert words[-1] == "data.num_epochs=null"  # which has a default
     settings = settings_of(*words)
     dpo = settings.hparams
     assert (dpo.beta, dpo.label_smoothing, dpo.learning_rate) == (0.3, 0.1, 1e-5)

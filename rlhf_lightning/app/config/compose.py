@@ -17,6 +17,7 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,6 +28,8 @@ from rlhf_lightning.doctor.thresholds import DoctorThresholds
 
 TRAINING = ("train", "plan")  # commands that take EXPERIMENT MODEL FILE
 SHORT = (*TRAINING, "evaluate", "collect", "chat")  # and those with --reward, --reward-model
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
+LENGTHS = ("data.num_iterations", "data.num_epochs")  # of a training: one of them
 CONFIG_DIR = "--config-dir="  # of Hydra: a folder of the user's, with the groups of conf/
 WORDS: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]
     OmegaConf.load(Path(__file__).with_name("words.yaml"))
@@ -100,6 +103,27 @@ def _folder_name(value: object) -> str:
         raise ValueError(f"name{error}") from error
 
 
+def with_one_length(words: Sequence[str]) -> list[str]:
+    """Return the words of a training; the length among them takes the place of the default one."""
+    keys = [word.lstrip("+~").partition("=")[0] for word in words]
+    given = [key for key in LENGTHS if key in keys]
+    if len(given) != 1:
+        return list(words)
+    (other,) = set(LENGTHS) - set(given)
+    # Of a sweep the first; its other choices have the same keys.
+    groups = [
+        word.partition(",")[0] for word, key in zip(words, keys, strict=True) if "." not in key
+    ]
+    groups = [word for word in groups if not word.startswith("-") or word.startswith(CONFIG_DIR)]
+    try:
+        is_set = (
+            at(OmegaConf.to_container(composed("train", groups), resolve=False), other) is not None
+        )
+    except COMPOSE_ERRORS:  # reading all words says what is wrong
+        return list(words)
+    return [*words, f"{other}=null"] if is_set else list(words)
+
+
 def composed(entry: str, overrides: list[str]) -> DictConfig:
     """Return the composed configuration of a command line, with the node `hydra`.
 
@@ -111,6 +135,7 @@ def composed(entry: str, overrides: list[str]) -> DictConfig:
         hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException: if it does not
         compose.
     """
+    overrides = with_one_length(overrides) if entry == "train" else overrides
     words = [word for word in overrides if not word.startswith(CONFIG_DIR)]
     if GlobalHydra.instance().is_initialized():  # by the command line, in the same folders
         return compose(entry, overrides=words, return_hydra_config=True)

@@ -8,11 +8,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NoReturn
 
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhf_lightning.app.config.compose import (
+    COMPOSE_ERRORS,
     WORDS,
     ConfigError,
     choices,
@@ -22,7 +23,6 @@ from rlhf_lightning.app.config.compose import (
 )
 from rlhf_lightning.misfit import did_you_mean
 
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, ValueError, TypeError)
 OF_TRAINING = ("logger=", "logger.", "debug=")  # how words begin that training alone takes
 ADDED = ("experiment", "preset", "sweeps")  # groups that are in no defaults list
 _EXAMPLE = "in a checkout, set RLHF_ALLOWED_TARGETS=examples. and add --config-dir=examples/conf"

@@ -13,7 +13,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
-from rlhf_lightning.app.config.compose import ConfigError, at, describe_interpolation, texts
+from rlhf_lightning.app.config.compose import (
+    LENGTHS,
+    ConfigError,
+    at,
+    describe_interpolation,
+    texts,
+)
 from rlhf_lightning.app.config.groups import (
     HOW_A_MODEL_IS_MADE,
     ArtifactsSettings,
@@ -285,6 +291,16 @@ class TrainSettings(RunSettings):
                 f"stage={self.stage} needs the settings module.{self.stage}, and module has those "
                 f"of stage={known or 'none'}: use one of them, or module={self.stage}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        lengths = {key: self.data.get(key.removeprefix("data.")) for key in LENGTHS}
+        given = [f"{key}={value}" for key, value in lengths.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: give one, and null for the other")
+        if not given:
+            raise ValueError(f"{' and '.join(LENGTHS)} are both null: give one")
         return self
 
     @cached_property

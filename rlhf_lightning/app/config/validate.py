@@ -244,8 +244,6 @@ def _check_training(settings: TrainSettings) -> None:
     shard_over, devices = settings.strategy.shard_over, settings.trainer.world_size
     if shard_over is not None and devices % shard_over:
         raise ConfigError(f"strategy.shard_over={shard_over} must divide the {devices} devices")
-    if settings.data.get("num_iterations") is None and settings.data.get("num_epochs") is None:
-        raise ConfigError("data.num_iterations and data.num_epochs are both null: give one")
     _check_batch_divides(settings)
     if scorer is None and spec.rolls_out:
         names = ", ".join(choices("scorer"))

@@ -16,6 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhf_lightning.app.config.compose import (
+    COMPOSE_ERRORS,
     CONFIG_DIR,
     TRAINING,
     ConfigError,
@@ -26,7 +27,7 @@ from rlhf_lightning.app.config.compose import (
     values_of,
     word,
 )
-from rlhf_lightning.app.config.errors import ADDED, COMPOSE_ERRORS, composition
+from rlhf_lightning.app.config.errors import ADDED, composition
 from rlhf_lightning.misfit import did_you_mean, near_path
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available
