@@ -56,14 +56,16 @@ def short_attention(
     which attends within itself, and there is nothing in the mask.
     """
     row_lengths: tuple[int, ...] | None = options.pop("row_lengths", None)
+    options |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
     if row_lengths is not None:
-        options |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-        return _row_by_row(row_lengths, module, query, key, value, **options)
+        rows = zip(*(x.split(row_lengths, dim=2) for x in (query, key, value)), strict=True)
+        each = [short_attention(module, q, k, v, None, **options)[0] for q, k, v in rows]
+        return torch.cat(each, dim=1), None
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     positions = query.shape[2]
     if not (
         query.device.type == "cpu"
-        and _compute_dtype(query) == torch.bfloat16
+        and compute_dtype(query) == torch.bfloat16
         and attention_mask is None
         and causal
         and not dropout
@@ -71,42 +73,17 @@ def short_attention(
         and key.shape[2] == positions
         and query.shape[1] % key.shape[1] == 0
     ):
-        output, _ = sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **options,
-        )
-        return output, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    groups = key.shape[1]
     query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
-    rows = query.reshape(len(query), groups, -1, query.shape[-1])  # [B, G, Q * W, D]
-    attended = _ShortAttention.apply(rows, key, value, scale)
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # [B, G, Q * W, D]
+    attended = _ShortAttention.apply(grouped, key, value, scale)
     return attended.reshape(query.shape).transpose(1, 2).contiguous(), None
 
 
-def _row_by_row(
-    row_lengths: tuple[int, ...],
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    rows = zip(*(x.split(row_lengths, dim=2) for x in (query, key, value)), strict=True)
-    attended = [short_attention(module, q, k, v, None, **options)[0] for q, k, v in rows]
-    return torch.cat(attended, dim=1), None
-
-
-def _compute_dtype(query: Tensor) -> torch.dtype:
+def compute_dtype(states: Tensor) -> torch.dtype:
     """Return the dtype that torch's sdpa would compute in: rotary embeddings leave fp32 behind."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else states.dtype
 
 
 class _ShortAttention(torch.autograd.Function):

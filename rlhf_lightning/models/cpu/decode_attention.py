@@ -95,16 +95,8 @@ def _attend(
         or (attention_mask is not None and attention_mask.shape[1] != 1)
         or any(value is not None for name, value in options.items() if name not in HARMLESS)
     ):
-        return otherwise(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            **options,
-        )
+        options |= {"dropout": dropout, "scaling": scaling}
+        return otherwise(module, query, key, value, attention_mask, **options)
     grouped = query.float().reshape(rows, key.shape[1], -1, width)  # [A, G, H / G, D]
     autocast = torch.is_autocast_enabled("cpu")
     torch.set_autocast_enabled("cpu", False)

@@ -24,7 +24,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from rlhf_lightning.models.cpu.attention import LONGEST, NAME, causal_softmax
+from rlhf_lightning.models.cpu.attention import LONGEST, NAME, causal_softmax, compute_dtype
 from rlhf_lightning.models.cpu.products import product
 from rlhf_lightning.models.cpu.row_blocks import RowBlocks
 from rlhf_lightning.models.cpu.weight_grads import accumulate_weight_grad
@@ -45,7 +45,7 @@ class FusedLlamaDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
         if not self._can_fuse(hidden_states, options):
             plain: Tensor = super().forward(hidden_states, **options)
             return plain
-        dtype = _compute_dtype(hidden_states)
+        dtype = compute_dtype(hidden_states)
         attention, mlp = self.self_attn, self.mlp
         cos, sin = options["position_embeddings"]
         rows = None
@@ -87,7 +87,7 @@ class FusedLlamaDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
         return (
             hidden_states.device.type == "cpu"
             and hidden_states.dtype == torch.float32
-            and _compute_dtype(hidden_states) in (torch.float32, torch.bfloat16)
+            and compute_dtype(hidden_states) in (torch.float32, torch.bfloat16)
             and 1 < max(options.get("row_lengths", (hidden_states.shape[1],))) <= LONGEST
             and ("row_lengths" in options or options.get("attention_mask") is None)
             and options.get("cache", options.get("past_key_values")) is None  # 5.24's name, older
@@ -97,12 +97,6 @@ class FusedLlamaDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
             and not (self.training and attention.attention_dropout)
             and all(type(linear) is nn.Linear and linear.bias is None for linear in linears)
         )
-
-
-def _compute_dtype(hidden_states: Tensor) -> torch.dtype:
-    if torch.is_autocast_enabled("cpu"):
-        return torch.get_autocast_dtype("cpu")
-    return hidden_states.dtype
 
 
 class Turns(NamedTuple):
