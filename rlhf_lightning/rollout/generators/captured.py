@@ -139,28 +139,14 @@ class CapturedGenerator(CachedGenerator):
             if engine is not None and not engine.fits(model):
                 engine = None  # frees its memory before the next one takes its own
             engine = engine or _Engine(model, self.stop_ids, self.pad_token_id)
-            generation = self._generation(engine, prompts, uniform, temperature)
+            with engine.weights.in_use():
+                responses, logprobs = engine.write(self, prompts, uniform, temperature)
+            generation = as_generation(
+                prompts.input_ids, responses, self.stop_ids, self.pad_token_id, logprobs
+            )
         if engine.worth_keeping():
             self._engine = engine
         return generation
-
-    def _generation(
-        self, engine: _Engine, prompts: PromptBatch, uniform: Tensor, temperature: float
-    ) -> Generation:
-        with engine.weights.in_use():
-            responses, logprobs = engine.write(
-                prompts,
-                uniform,
-                sampling=self._sampling(temperature),
-                truncated=self._truncated,
-                prefill_tokens=self.prefill_tokens,
-                check_every=self.check_every,
-                capture=self.capture is not False,
-                watch=self.watch,
-            )
-        return as_generation(
-            prompts.input_ids, responses, self.stop_ids, self.pad_token_id, logprobs
-        )
 
     def _sampling(self, temperature: float) -> tuple[Any, ...]:
         """Return the temperature, and what else of the sampling a step depends on."""
@@ -213,40 +199,30 @@ class _Engine:
         return self.model is model and self.place == _place(model)
 
     def write(
-        self,
-        prompts: PromptBatch,
-        uniform: Tensor,
-        *,
-        sampling: tuple[Any, ...],
-        truncated: Callable[[Tensor, float], Tensor],
-        prefill_tokens: int,
-        check_every: int,
-        capture: bool,
-        watch: Callable[[Tensor], None] | None,
+        self, how: CapturedGenerator, prompts: PromptBatch, uniform: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and their log-probabilities `[B, R]`; behind a stop they mean nothing."""
         width, (rows, length) = prompts.input_ids.shape[1], uniform.shape
         cache, step = self._buffers(rows, width, length)
-        running = RunningRows(
-            self.model, prompts, max_new_tokens=length, prefill_tokens=prefill_tokens, cache=cache
-        )
-        step.start(running, uniform, sampling[0], truncated)
+        room: Any = {"max_new_tokens": length, "prefill_tokens": how.prefill_tokens}
+        running = RunningRows(self.model, prompts, **room, cache=cache)
+        step.start(running, uniform, temperature, how._truncated)
         step.sample(running.read_prompts())
-        self._forget_if_changed(sampling)
+        self._forget_if_changed(how._sampling(temperature))
         ended = _Ended(step)
         with fixed_shapes():
             for t in range(1, length):
                 step.fit_columns(width + t)
-                if t % check_every == 0:
-                    if watch is not None:
-                        watch(step.responses[:rows, :t])
+                if t % how.check_every == 0:
+                    if how.watch is not None:
+                        how.watch(step.responses[:rows, :t])
                     going = ended.look()
                     if going is not None:
                         if not bool(going.any()):
                             break
                         step.drop_ended(going)
                     ended.ask()
-                self._replay(step) if capture else step()
+                step() if how.capture is False else self._replay(step)
         check_finite(step.finite)
         return step.responses[:rows, :length], step.logprobs[:rows, :length]
 
