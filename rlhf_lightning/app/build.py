@@ -30,7 +30,7 @@ from rlhf_lightning.app.evaluation import (
 from rlhf_lightning.app.run_claim import check_folder, record_end
 from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.arguments import fitting
-from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
+from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint, mode_of
 from rlhf_lightning.callbacks.doctor.callback import Doctor
 from rlhf_lightning.callbacks.doctor.rollouts import Refusals
 from rlhf_lightning.callbacks.exact_resume import SameConfiguration
@@ -373,7 +373,7 @@ def check_run(settings: TrainSettings) -> None:
     if checkpoint.mode == "max" and checkpoint.monitor is None and not acts:
         raise ConfigError("callbacks.checkpoint.mode=max needs callbacks.checkpoint.monitor=METRIC")
     try:
-        IterationCheckpoint("checkpoints", **checkpoint_arguments(settings))
+        mode_of(checkpoint.monitor, checkpoint.mode)
     except ValueError as error:
         raise ConfigError(f"callbacks.checkpoint.{error}") from error
     named = [(key, settings.select(key)) for key in ("data.path", "ckpt_path")]

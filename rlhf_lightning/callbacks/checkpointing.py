@@ -122,7 +122,7 @@ class IterationCheckpoint(Checkpoint):
         self.every_n_iterations = every_n_iterations
         self.keep_last = keep_last
         self.monitor = monitor
-        self.mode = _mode_of(monitor, mode)
+        self.mode = mode_of(monitor, mode)
         self.best_model_score: float | None = None
         self.best_iteration: int | None = None
         self.ended_with: int | None = None
@@ -341,7 +341,12 @@ class IterationCheckpoint(Checkpoint):
         return self.dirpath / f"iteration={iteration:06d}.ckpt"
 
 
-def _mode_of(monitor: str | None, mode: Mode | None) -> Mode:
+def mode_of(monitor: str | None, mode: Mode | None) -> Mode:
+    """Return whether a metric should be small or large.
+
+    Raises:
+        ValueError: for another metric than a loss without a mode.
+    """
     if mode is None and monitor is not None and not monitor.endswith("loss"):
         fix = "mode=min or mode=max says if it should be small or large"
         raise ValueError(f"monitor={monitor!r} is no loss: {fix}")
@@ -373,7 +378,7 @@ class PatientStopping(EarlyStopping):
         mode: Mode | None = None,
         **further: Any,
     ) -> None:
-        super().__init__(monitor, patience=patience, mode=_mode_of(monitor, mode), **further)
+        super().__init__(monitor, patience=patience, mode=mode_of(monitor, mode), **further)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the metric, and name what stops the run when it first does."""
