@@ -35,11 +35,8 @@ def assert_same_run(trainer, module: TinyModule, folder: Path, whole, whole_fold
     if stops[0] is not None:
         assert stops[0].state_dict().items() >= {"wait_count": stops[1].wait_count}.items()
         assert torch.equal(stops[0].best_score, stops[1].best_score)
-    for t in (trainer, whole_trainer):
-        assert t.checkpoint_callback is not None
-    assert (
-        trainer.checkpoint_callback.state_dict() == whole_trainer.checkpoint_callback.state_dict()
-    )
+    kept, expected = (t.checkpoint_callback.state_dict() for t in (trainer, whole_trainer))
+    assert kept == expected
 
 
 def deaths(num_iterations: int, validate_every: int) -> list[tuple[str, int]]:
@@ -171,21 +168,14 @@ def test_last_and_best_lead_to_complete_checkpoints_and_old_ones_go(tmp_path):
     trainer, _ = run(tmp_path, num_iterations=9, validate_every=2, save_every=3, keep_last=1)
     folder = RunFolder(tmp_path)
     callback = trainer.checkpoint_callback
-    values = {
-        int(row["iteration"]): row["val/loss"]
-        for row in read_metrics(folder.metrics)
-        if "val/loss" in row
-    }
+    rows = [row for row in read_metrics(folder.metrics) if "val/loss" in row]
+    values = {int(row["iteration"]): row["val/loss"] for row in rows}
     best = min(values, key=values.__getitem__)
     assert sorted(values) == [2, 4, 6, 8]
     assert checkpoint_iteration(folder.last_checkpoint) == 9
     assert checkpoint_iteration(folder.best_checkpoint) == callback.best_iteration == best
-    assert (
-        torch.load(folder.best_checkpoint)["loops"]["fit_loop"]["epoch_loop.batch_progress"][
-            "total"
-        ]["ready"]
-        == best
-    )
+    loops = torch.load(folder.best_checkpoint)["loops"]["fit_loop"]
+    assert loops["epoch_loop.batch_progress"]["total"]["ready"] == best
     kept = {checkpoint_iteration(p) for p in folder.checkpoints.iterdir() if not p.is_symlink()}
     assert kept == {9, best}
 

@@ -15,11 +15,7 @@ from rlhf_lightning.doctor.catalog import DETECTORS
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds
 from rlhf_lightning.evaluation.final_metrics import score_spread
-from rlhf_lightning.rollout.scorers.base import (
-    FunctionScorer,
-    RewardModelScorer,
-    WeightedScorer,
-)
+from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer, WeightedScorer
 from rlhf_lightning.runs.doctor_log import read_events
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.stopping import RunStoppedError

@@ -39,6 +39,12 @@ def _trainer(rank: int, world_size: int) -> Any:
     return SimpleNamespace(global_rank=rank, world_size=world_size)
 
 
+def resume(checkpoint: dict[str, Any], trainer: Any, module: Any = None) -> None:
+    callback = RandomState()
+    callback.on_load_checkpoint(trainer, module, checkpoint)
+    callback.on_train_start(trainer, module)
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_each_rank_goes_on_from_its_own_random_state(rank):
     checkpoint = saved_by(3)
@@ -46,21 +52,16 @@ def test_each_rank_goes_on_from_its_own_random_state(rank):
     expected = draws()
     seed(99)
     assert draws() != expected
-    callback, trainer, module = RandomState(), _trainer(rank, 3), None
-    callback.on_load_checkpoint(trainer, module, checkpoint)  # type: ignore[arg-type]
-    callback.on_train_start(trainer, module)  # type: ignore[arg-type]
+    resume(checkpoint, _trainer(rank, 3))
     assert draws() == expected
 
 
 def test_another_number_of_ranks_is_told(caplog):
     checkpoint = saved_by(2)
-    callback, trainer, module = RandomState(), _trainer(3, 4), None
-    callback.on_load_checkpoint(trainer, module, checkpoint)  # type: ignore[arg-type]
-    callback.on_train_start(trainer, module)  # type: ignore[arg-type]
+    resume(checkpoint, _trainer(3, 4))
     assert "written by 2 processes, this run has 4" in caplog.text
     seed(5)
     expected = draws()
     seed(5)
-    callback.on_load_checkpoint(trainer, module, checkpoint)  # type: ignore[arg-type]
-    callback.on_train_start(trainer, module)  # type: ignore[arg-type]
+    resume(checkpoint, _trainer(3, 4))
     assert draws() == expected, "rank 3 of 4 would drop what rank 1 drops"

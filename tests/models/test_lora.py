@@ -164,10 +164,7 @@ def test_a_stored_reward_adapter_comes_back_onto_another_copy_of_its_base(folder
     assert torch.equal(again(IDS, POSITIONS), reward(IDS, POSITIONS))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("use_rslora", True), ("rank_pattern", {"q_proj": 2})],
-)
+@pytest.mark.parametrize(("key", "value"), [("use_rslora", True), ("rank_pattern", {"q_proj": 2})])
 def test_an_adapter_of_peft_that_is_scaled_otherwise_is_refused_by_key(
     folders, tmp_path, key, value
 ):

@@ -95,9 +95,7 @@ def test_the_newest_unfinished_run_of_the_configuration_is_found(tmp_path):
     (tmp_path / "2026-01-05_00").mkdir()
     (tmp_path / "2026-01-06_00").mkdir()
     (tmp_path / "2026-01-06_00" / "summary.json").write_text("{")
-    found = next(unfinished_runs(tmp_path, "a"), None)
-    assert found is not None
-    assert found.name == "2026-01-02_00"
+    assert [run.name for run in unfinished_runs(tmp_path, "a")] == [*runs][1::-1]
     assert list(unfinished_runs(tmp_path, "c")) == []
 
 
@@ -105,13 +103,9 @@ def test_a_run_that_is_still_being_written_is_passed_over(tmp_path, caplog):
     for name in ("1", "2"):
         write_summary(RunFolder(tmp_path / name), Summary("ppo", "running", 1, config_hash="a"))
     with claim_run(tmp_path / "2"), caplog.at_level(logging.WARNING):
-        found = next(unfinished_runs(tmp_path, "a"), None)
-    assert found is not None
-    assert found.name == "1"
+        assert [found.name for found in unfinished_runs(tmp_path, "a")] == ["1"]
     assert "another process" in caplog.text
-    again = next(unfinished_runs(tmp_path, "a"), None)
-    assert again is not None
-    assert again.name == "2"
+    assert [found.name for found in unfinished_runs(tmp_path, "a")] == ["2", "1"]
 
 
 def test_what_cannot_be_loaded_is_told_apart(tmp_path):
