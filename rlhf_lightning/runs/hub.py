@@ -62,11 +62,7 @@ def check_on_hub(name: str, revision: str | None = None) -> None:
     """
     if (reason := unreachable_hub()) is None:
         return
-    try:
-        cached = huggingface_hub.try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # no name of the hub
-        cached = None
-    if not isinstance(cached, str):
+    if hub_commit(name, revision) is None:
         raise ValueError(f"{name} is no folder here, and was not loaded before: {reason}")
     logger.warning("%s: %s is what was loaded before", reason, name)
 
