@@ -187,7 +187,7 @@ def reward_digests(scorer: Any) -> dict[str, str]:
     a run continues with a later version of it.
     """
     found: dict[str, str] = {}
-    for part in parts_of(scorer):
+    for part in [] if scorer is None else parts_of(scorer):
         for one in getattr(part, "members", [part]):  # of an ensemble
             loads = getattr(getattr(one, "load", None), "keywords", {})
             keys = ("source", "revision")

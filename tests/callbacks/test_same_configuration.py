@@ -50,7 +50,7 @@ def test_a_reward_function_has_the_digest_of_its_file(tmp_path):
     assert reward_digests(inner) == {name: f"{digest}:f"}
     assert reward_digests(WeightedScorer({"a": inner})) == {name: f"{digest}:f"}
     ours = "rlhf_lightning.rollout.scorers.verifiable.command_reward"
-    assert reward_digests(FunctionScorer(ours)) == {}
+    assert reward_digests(FunctionScorer(ours)) == reward_digests(None) == {}
 
 
 def test_a_function_that_is_given_itself_is_compared_by_its_file_or_in_a_program_alone(tmp_path):
