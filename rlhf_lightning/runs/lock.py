@@ -25,6 +25,7 @@ HYDRA = ".hydra"  # and in it what Hydra writes
 WRITTEN = ".written.json"  # in a folder that we replace: the files that we have written there
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_held: set[int] = set()  # descriptors of the locks of this process
 _locks: dict[Path, int] = {}  # of run folders that are taken and not yet claimed: descriptors
 _made: dict[Path, list[Path]] = {}  # of every run folder that was taken: what was made, it first
 
@@ -194,14 +195,25 @@ def _acquire(path: Path, *, blocking: bool = False) -> int | None:
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     if lock_descriptor(lock, blocking=blocking):
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        _held.add(lock)
         return lock
     os.close(lock)
     return None
 
 
 def _release(lock: int) -> None:
-    unlock_descriptor(lock)  # also for processes that inherited it, such as data loaders
+    _held.discard(lock)
+    unlock_descriptor(lock)
     os.close(lock)
+
+
+def _drop_inherited() -> None:
+    """Leave the locks to the parent: a data loader or a pool may outlive it, if it is killed."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_drop_inherited)
 
 
 def _holder(path: Path) -> str:
