@@ -330,9 +330,10 @@ def test_of_pairs_that_are_validated_in_part_the_number_is_that_of_the_part(
     source = FileSource(material["pairs"], validation_fraction=0.5)
     data = PreferenceDataModule(source, module.tokenizer, batch_size=4)
     fit_in(tmp_path, module, data, max_iterations=1, limit_val_batches=1)
-    validated = len(next(iter(data.val_dataloader())))
-    assert validated < len(data.rows("validation"))
-    assert read_summary(RunFolder(tmp_path)).metrics["val/num_pairs"] == validated
+    batch, metrics = next(iter(data.val_dataloader())), read_summary(RunFolder(tmp_path)).metrics
+    assert len(batch) < len(data.rows("validation"))
+    assert metrics["val/num_pairs"] == len(batch)
+    assert metrics["val/num_pair_prompts"] == len({*batch.prompt_keys})
 
 
 @pytest.mark.parametrize(

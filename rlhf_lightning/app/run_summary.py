@@ -15,6 +15,7 @@ from rlhf_lightning.app.evaluation import TrainingComponents
 from rlhf_lightning.app.plan import Plan, readable
 from rlhf_lightning.app.run_claim import NOTHING_TO_CONTINUE
 from rlhf_lightning.callbacks.wandb_logger import shown_in_wandb
+from rlhf_lightning.data.summary import held_out_rows
 from rlhf_lightning.hparams import DPOHparams
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator, why_not_captured
 from rlhf_lightning.runs.metric_catalog import counted
@@ -47,7 +48,6 @@ def start_settings(
     plan, data = _plan(settings), parts.data
     limit, iterations = settings.trainer.limit_train_batches, int(data.num_iterations)
     iterations = iterations if limit is None else min(iterations, limit)
-    rows = {split: len(data.rows(split)) for split in ("train", "validation")}
     steps = math.prod(settings.passes) * iterations
     own = settings.spec.starts_from
     models = settings.artifacts.models().items()
@@ -59,8 +59,8 @@ def start_settings(
     lines: dict[str, object] = {
         "model": settings.model.name if plan is None else _model(settings, plan),
         "starts from": starts or "random weights",
-        "data": f"{settings.dataset.name}: {rows['train']:,} {data.contents}, "
-        f"{rows['validation']:,} held out",
+        "data": f"{settings.dataset.name}: {len(data.rows('train')):,} {data.contents}, "
+        f"{held_out_rows(data.rows('validation'))}",
         "batches": f"{_batches(settings, iterations, trainer.world_size)} = "
         f"{steps:,} optimizer steps",
         "learning rate": "\n".join(parts.rates),

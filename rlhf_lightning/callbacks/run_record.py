@@ -23,6 +23,7 @@ from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.callbacks.wandb_logger import log_samples, wandb_loggers
 from rlhf_lightning.data.record_datamodule import RecordDataModule
+from rlhf_lightning.data.summary import held_out_rows
 from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
@@ -294,8 +295,8 @@ def _data(data: Any, name: str | None) -> str:
     rows = getattr(data, "batch_size", None)
     if not isinstance(data, RecordDataModule):
         return f"{name or own}" if rows is None else f"{name or own}, {rows} rows an iteration"
-    train, held_out = (len(data.rows(split)) for split in ("train", "validation"))
-    told = f"{name or own}: {train:,} {data.contents}, {held_out:,} held out; {rows:,} an iteration"
+    told = f"{name or own}: {len(data.rows('train')):,} {data.contents}, "
+    told += f"{held_out_rows(data.rows('validation'))}; {rows:,} an iteration"
     answers = getattr(data, "num_generations", 1)
     return told if answers == 1 else f"{told}, {answers} responses to each"
 

@@ -31,6 +31,7 @@ from rlhf_lightning.data.encode import (
     EncodingReport,
 )
 from rlhf_lightning.data.records import Record, TextRecord
+from rlhf_lightning.runs.metric_catalog import counted
 from rlhf_lightning.text.decode import UNFINISHED, text_behind
 from rlhf_lightning.text.messages import CONVERSATION, SYSTEM, Text
 from rlhf_lightning.text.render import exchange, turn_end
@@ -148,6 +149,14 @@ def summarize(
         num_contradictions=sum(_identity(row, contrary=True) in identities for row in encoded),
         missing_columns=dict(Counter(name for name in lacking if name != CONVERSATION)),
     )
+
+
+def held_out_rows(rows: Sequence[Encoded]) -> str:
+    """Return how many rows are held out, of pairs with the number of their prompts."""
+    pairs = [row for row in rows if isinstance(row, EncodedPreference)]
+    prompts = len({pair.chosen_input_ids[: pair.prompt_length].tobytes() for pair in pairs})
+    of = f" of {counted(prompts, 'prompt')}" if prompts < len(pairs) else ""
+    return f"{len(rows):,}{of} held out"
 
 
 def data_counts(summaries: Sequence[DataSummary]) -> dict[str, float]:

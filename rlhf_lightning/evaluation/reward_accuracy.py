@@ -88,7 +88,8 @@ def pair_metrics(pairs: Sequence[ScoredPair]) -> dict[str, float]:
     Equal scores are wrong. An empty part gives no metric. The name of a subset or a domain comes
     behind a whole key: `val/accuracy_low/subset/<name>`, `val/accuracy/domain/<name>`.
 
-    Intervals are over prompts, of which several pairs are alike: see `interval_over_groups`.
+    Intervals are over prompts, of which several pairs are alike: see `interval_over_groups`. Beside
+    them stands `val/num_pair_prompts<cut>`, the number of prompts, if that of the pairs is another.
     """
     measures = _by_length(pairs)
     for name in sorted({name for pair in pairs for name in pair.subsets}):
@@ -175,8 +176,11 @@ def comparable_rows(
 
 def share_right(pairs: Sequence[ScoredPair]) -> Interval:
     """Return the share of pairs whose preferred response scores higher; equal scores are wrong."""
-    prompts = [i if pair.prompt is None else pair.prompt for i, pair in enumerate(pairs)]
-    return share_over_groups([pair.chosen > pair.rejected for pair in pairs], prompts)
+    return share_over_groups([pair.chosen > pair.rejected for pair in pairs], _prompts(pairs))
+
+
+def _prompts(pairs: Sequence[ScoredPair]) -> list[Hashable]:
+    return [i if pair.prompt is None else pair.prompt for i, pair in enumerate(pairs)]
 
 
 def _by_length(pairs: Sequence[ScoredPair]) -> dict[str, float]:
@@ -192,7 +196,10 @@ def _accuracy(pairs: Sequence[ScoredPair], cut: str = "", *, interval: bool) -> 
         return {}
     key, right = f"val/accuracy{cut}", share_right(pairs)
     found = right.named(key) if interval else {key: right.mean}
-    return found | {f"val/num_pairs{cut}": float(len(pairs))}
+    found[f"val/num_pairs{cut}"] = float(len(pairs))
+    if interval and (prompts := len({*_prompts(pairs)})) < len(pairs):
+        found[f"val/num_pair_prompts{cut}"] = float(prompts)
+    return found
 
 
 BINS = 10

@@ -255,6 +255,7 @@ class DPOModule(RLHFModule):
         low, high = interval_over_groups(right.tolist(), prompts, confidence=CONFIDENCE)
         measures |= {"val/accuracy_low": low, "val/accuracy_high": high}
         measures["val/num_pairs"] = float(len(rows))
+        measures["val/num_pair_prompts"] = float(len({*prompts}))
         self.log_dict(measures)
         self.log_validation_time()
 

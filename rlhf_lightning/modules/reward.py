@@ -206,6 +206,7 @@ class RewardModule(RLHFModule):
         low, high = interval_over_groups(right, prompts, confidence=CONFIDENCE)
         measures = {
             "val/num_pairs": float(pairs),
+            "val/num_pair_prompts": float(len({*prompts})),
             "val/accuracy": sum(right) / pairs,
             "val/accuracy_low": low,
             "val/accuracy_high": high,

@@ -23,7 +23,7 @@ from rlhf_lightning.runs.metric_catalog import counted, duration, percent, quant
 from rlhf_lightning.runs.public_config import public_config, public_words
 from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
-from rlhf_lightning.runs.verdict import verdict
+from rlhf_lightning.runs.verdict import pairs_of, verdict
 
 _STATUS_TONE = {"completed": "good", "failed": "bad"}
 _STAGE_OF_A_PIPELINE = re.compile(r"round_[1-9]\d*/[a-z][a-z0-9_]*")
@@ -210,6 +210,8 @@ def _trained(summary: Summary | None, rows: Sequence[Mapping[str, float]]) -> Ma
     prompts = summary.metrics.get("val/num_prompts")
     if prompts is not None and "prompts" not in facts:
         facts["measured on"] = counted(prompts, "held-out prompt")
+    elif summary.metrics.get("val/num_pairs") is not None:
+        facts["measured on"] = pairs_of(summary.metrics, kind="held-out ")
     return render("trained.html", facts=facts)
 
 

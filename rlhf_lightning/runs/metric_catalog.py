@@ -52,8 +52,8 @@ PARTS = get_args(Part)
 # Names that a run makes up: parts of a score, of gold. `*` stands for the rest of a name. The
 # metric of a domain or a subset starts with the name of the whole; see `part_key`.
 FAMILIES = (
-    *("rollout/score/*", "val/num_pairs_*", "val/num_pairs/*", "val/gold/*", "val/baseline_*"),
-    *("val/*_win_rate_length_controlled", "val/*_tie_rate"),
+    *("rollout/score/*", "val/num_pairs_*", "val/num_pair_prompts_*", "val/gold/*"),
+    *("val/baseline_*", "val/*_win_rate_length_controlled", "val/*_tie_rate"),
     *("doctor/domain_score/*", "best_of/*", "benchmark/*"),
 )
 _BEST_OF = re.compile(r"best_of/(\d+)/(.+)")

@@ -193,8 +193,8 @@ def _ranked(metrics: Metrics, phase: str) -> tuple[str, Verdict]:
     rivals = {"the more frequent label": more or 0.0, "chance": 0.5, "length alone": longer or 0.0}
     known = max(rivals, key=lambda name: rivals[name])
     own, name = _OWN in metrics, f"{phase}/accuracy"
-    what = "rows on their label's side" if _UNPAIRED in metrics else "pairs ranked as labelled"
-    caption = f"of {'held-out ' * (phase == 'val')}{what}"
+    what = "on their label's side" if _UNPAIRED in metrics else "ranked as labelled"
+    caption = f"of {pairs_of(metrics, name, 'held-out ' * (phase == 'val'))} {what}"
     warning = "No judge compares its responses." if own else prefers_longer(metrics, phase)
     sentence = f"It ranks responses {{}} than {known}. {warning}".strip()
     best: Tone = "neutral" if own else "good"
@@ -237,6 +237,8 @@ def _trials(metrics: Metrics, name: str) -> tuple[float | None, str]:
     """Return of how many pairs or prompts the headline is, None where that is not known."""
     of = name.replace("win_rate" if "win_rate" in name else "accuracy", "num_pairs")
     if of != name and of in metrics:
+        if (prompts := figure(metrics, of.replace("num_pairs", "num_pair_prompts"))) is not None:
+            return prompts, "prompt"
         return figure(metrics, of), "pair"
     asked = figure(metrics, "val/num_prompts") if name else None
     unscored = figure(metrics, name.replace("win_rate", "unscored")) if "win_rate" in name else None
@@ -266,8 +268,8 @@ def _fact(metrics: Metrics, name: str, value: float) -> Fact:
     judge = name.removeprefix("val/").removesuffix("_win_rate")
     if (asked := figure(metrics, _ASKED.get(name, ""))) is not None:
         notes.append(f"of {counted(asked, 'prompt')}")
-    if name == _SHORTER:
-        notes.append(_of_pairs(metrics, name))
+    if name in (_SHORTER, _MATCHED, "val/human_reward_accuracy"):
+        notes.append(f"of {pairs_of(metrics, name)}")
     if (pairs := figure(metrics, f"val/{judge}_num_pairs")) is not None:
         notes.append(f"of the {counted(pairs, 'pair')} with a verdict{_skipped(metrics, judge)}")
     return Fact(about.label.removeprefix("held-out "), shown, ", ".join(filter(None, notes)))
@@ -281,9 +283,13 @@ def _skipped(metrics: Metrics, judge: str) -> str:
     return f"; {skipped:,.0f} of {pairs + skipped:,.0f} skipped"
 
 
-def _of_pairs(metrics: Metrics, accuracy: str) -> str:
-    pairs = figure(metrics, accuracy.replace("accuracy", "num_pairs"))
-    return "" if pairs is None else f"of {counted(pairs, 'pair')}"
+def pairs_of(metrics: Metrics, accuracy: str = "val/accuracy", kind: str = "") -> str:
+    """Return of how many pairs, or KTO's rows, and of how many prompts an accuracy is."""
+    noun = kind + ("row" if _UNPAIRED in metrics else "pair")
+    of = ("num_pairs", "num_pair_prompts")
+    pairs, prompts = (figure(metrics, accuracy.replace("accuracy", name)) for name in of)
+    told = f"{noun}s" if pairs is None else counted(pairs, noun)
+    return told if prompts in (None, pairs) else f"{told} of {counted(prompts or 0, 'prompt')}"
 
 
 def prefers_longer(metrics: Metrics, phase: str = "val") -> str:
@@ -292,7 +298,7 @@ def prefers_longer(metrics: Metrics, phase: str = "val") -> str:
     shorter = figure(metrics, accuracy)
     if shorter is None or shorter >= 0.5:
         return ""
-    right = f"{percent(shorter)} {_of_pairs(metrics, accuracy)}".strip()
+    right = f"{percent(shorter)} of {pairs_of(metrics, accuracy)}"
     return (
         f"Where the shorter response is preferred it ranks only {right} right: a policy that "
         "trains on it gets longer; use data.balance_length=true."

@@ -44,8 +44,9 @@ def evaluate(folder: Path, *overrides: str) -> Summary:
 
 
 def test_pairs_of_a_file_are_measured_gated_and_reported(tmp_path, start):
-    rows = [{"prompt": "w1", "chosen": "w2 w3 w4", "rejected": "w5", "subset": "long"}] * 27
-    rows += [{"prompt": "w1", "chosen": "w2", "rejected": "w3 w4 w5", "subset": "short"}] * 9
+    long = {"chosen": "w2 w3 w4", "rejected": "w5", "subset": "long"}
+    short = {"chosen": "w2", "rejected": "w3 w4 w5", "subset": "short"}
+    rows = [{"prompt": f"w{n % 6} w{n // 6}", **(long if n < 27 else short)} for n in range(36)]
     file = write(tmp_path / "pairs.jsonl", rows)
     found = evaluate(
         tmp_path / "run",

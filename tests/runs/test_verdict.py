@@ -112,15 +112,19 @@ def test_a_failed_gate_and_a_failed_run_are_said():
     ("stage", "figure", "count", "noun"),
     [
         ("reward", "val/accuracy", "val/num_pairs", "pair"),
+        ("dpo", "val/accuracy", "val/num_pair_prompts", "prompt"),
         ("ppo", "val/gold_win_rate", "val/num_prompts", "prompt"),
         ("evaluate", "best_of/4/gold_win_rate", "val/num_prompts", "prompt"),
     ],
 )
 def test_a_figure_of_few_prompts_or_pairs_is_no_headline(stage, figure, count, noun):
-    metrics = {figure: 0.75, f"{figure}_low": 0.6, f"{figure}_high": 0.8, count: 30.0}
+    metrics = {figure: 0.75, f"{figure}_low": 0.6, f"{figure}_high": 0.8}
+    metrics |= {"val/num_pairs": 31.0, count: 30.0}
     known = verdict(Summary(stage, "completed", 1, metrics=metrics))
     few = verdict(Summary(stage, "completed", 1, metrics=metrics | {count: 6.0}))
     assert known.number
+    of = "31 held-out pairs of 30 prompts ranked"
+    assert (of in known.caption) == (count == "val/num_pair_prompts")
     assert (few.number, few.tone) == ("", "neutral")
     assert f"6 {noun}s are too few" in few.sentence
     assert known.number in [fact.value for fact in few.facts]
