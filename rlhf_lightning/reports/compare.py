@@ -11,15 +11,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhf_lightning.reports.charts import Figure, Point, Series, line_chart, looked_at_first, render
+from rlhf_lightning.reports.charts import (
+    Figure,
+    Point,
+    Series,
+    line_chart,
+    looked_at_first,
+    points_of,
+    render,
+)
 from rlhf_lightning.reports.page import saved_config
-from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, read_samples, write_text
+from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples, write_text
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, ends, quantity, show
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import FEW, doubt_of
 
 COLUMNS = (
+    *("val/num_prompts", "val/num_pair_prompts"),
     *("val/gold_win_rate", "val/score_win_rate", "val/accuracy", "val/loss", "val/score"),
     *("val/kl_per_token", "val/kl_per_response", "val/response_length", "val/distinct_2"),
 )
@@ -192,7 +201,7 @@ def curves_of(runs: Sequence[Run]) -> list[Figure]:
 
 
 def _points(rows: Sequence[Mapping[str, float]], name: str) -> dict[float, float]:
-    return {row[ITERATION]: row[name] for row in rows if math.isfinite(row.get(name, math.nan))}
+    return {x: y for x, y in points_of(name, rows) if math.isfinite(y)}
 
 
 def _line(label: str, runs: Sequence[Mapping[float, float]]) -> Series:

@@ -14,6 +14,7 @@ from rlhf_lightning.reports.charts import (
     WIDTH,
     Series,
     line_chart,
+    points_of,
 )
 
 
@@ -43,3 +44,10 @@ def test_values_that_are_not_finite_are_gaps():
     assert "inf" not in svg
     assert line_chart("x", [Series("x", [(1, math.nan)])]) == ""
     assert line_chart("x", [Series("x", [])]) == ""
+
+
+def test_no_accuracy_is_drawn_where_nothing_sets_a_pair_s_sides_apart():
+    values = [(0.0, 0.0), (0.0, -0.1), (0.6, 0.2)]
+    rows = [{"iteration": i, "dpo/accuracy": a, "dpo/margin": m} for i, (a, m) in enumerate(values)]
+    assert points_of("dpo/accuracy", rows) == [(1, 0.0), (2, 0.6)]
+    assert len(points_of("dpo/margin", rows)) == 3
