@@ -178,7 +178,9 @@ def _headline(metrics: Metrics, by: str) -> tuple[str, Verdict]:
 def _compared(metrics: Metrics, name: str, who: str, by: str, note: str) -> tuple[str, Verdict]:
     """Return the verdict by a win rate over the baseline."""
     ties = figure(metrics, name.replace("win_rate", "tie_rate"))
-    caption = f"of comparisons with the baseline won{', ties one half' * bool(ties)}{note}"
+    count, noun = _trials(metrics, name)
+    on = "" if count is None else f" on {counted(count, noun)}"
+    caption = f"of comparisons with the baseline{on} won{', ties one half' * bool(ties)}{note}"
     rival = f"the baseline{f', by {by}' * bool(by)}"
     # The score is never "good": that it rises is what over-optimisation looks like, too.
     of_score = name == "val/score_win_rate"

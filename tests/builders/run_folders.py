@@ -47,6 +47,7 @@ METRICS: dict[str, dict[str, float | None]] = {
     },
     "ppo": {
         "val/gold_win_rate": 0.8125,
+        "val/num_prompts": 400.0,
         "val/gold_win_rate_low": 0.7712,
         "val/gold_win_rate_high": 0.8478,
         "val/score": 1.41,

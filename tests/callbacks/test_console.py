@@ -125,7 +125,7 @@ def test_the_last_screen_says_what_was_learnt_and_where_it_is(tmp_path):
     assert f"policy {last[0]['score']:.2f}" in text
     assert last[0]["baseline_response"][:40] in text
     for part in (
-        "81.2 % of comparisons with the baseline won (95 % interval 77.1 to 84.8 %)",
+        "81.2 % of comparisons with the baseline on 400 prompts won (95 % interval 77.1 to 84.8 %)",
         "The policy answers better than the baseline",
         "-0.02 → 1.41",
         "0.24 nats",
