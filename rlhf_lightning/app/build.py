@@ -50,6 +50,7 @@ from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.models.precision import set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.optimization import check_optimizer
+from rlhf_lightning.rollout.generators.vllm import QUANTIZED, VllmGenerator
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run
 from rlhf_lightning.runs.public_config import public_config
@@ -376,6 +377,9 @@ def check_run(settings: TrainSettings) -> None:
         mode_of(checkpoint.monitor, checkpoint.mode)
     except ValueError as error:
         raise ConfigError(f"callbacks.checkpoint.{error}") from error
+    engine, lora = settings.rollout.read("rollout").call, settings.lora
+    if lora is not None and lora.quantization != "none" and engine is VllmGenerator:
+        raise ConfigError(QUANTIZED)
     named = [(key, settings.select(key)) for key in ("data.path", "ckpt_path")]
     for key, path in (*named, *(("data.also", path) for path in settings.data.get("also") or ())):
         if path is not None and not Path(str(path)).exists():

@@ -239,6 +239,7 @@ VALUES = [
     ("+experiment=dpo module.dpo.desirable_weight=2", "desirable_weight", "kind=kto alone"),
     ("+experiment=sft evaluation.every_n_iterations=2", "every_n_iterations=2", ""),
     ("+experiment=sft doctor=act", "doctor=act", ""),
+    ("+experiment=ppo lora=qlora rollout=vllm", "lora.quantization=nf4", "rollout=auto"),
     ("+experiment=ppo callbacks.checkpoint.mode=max", "mode=max", "checkpoint.monitor"),
     ("+experiment=reward callbacks.checkpoint.monitor=val/accuracy", "val/accuracy", "mode=max"),
     ("+experiment=ppo module.seed=7", "module.seed", "seed"),

@@ -224,9 +224,13 @@ def test_an_environment_without_vllm_ends_the_run():
         generated(server(("no/such/python", {})), policy())
 
 
-def test_a_dtype_that_does_not_exist_is_refused():
+def test_a_dtype_that_does_not_exist_and_weights_in_4_bits_are_refused():
     with pytest.raises(ValueError, match=r"rollout.engine.dtype='float7': use auto, float32"):
         VllmGenerator([EOS], PAD, python=sys.executable, engine={"dtype": "float7"})
+    packed = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    (model := policy()).model.layers[0].self_attn.q_proj.weight = packed  # as bitsandbytes has it
+    with pytest.raises(ValueError, match=r"lora.quantization=nf4 with rollout=vllm"):
+        VllmGenerator([EOS], PAD, python=sys.executable).options_for(model)
 
 
 def begun(generator, model):

@@ -39,6 +39,10 @@ CHECKED_ROWS, CHECKED_TOKENS = 4, 64  # whose log-probabilities are compared aft
 PROBE_TOKENS = 16  # a response, for the check before the others are written in the background
 # A transfer that was dropped leaves a gap as large as an update, which may be below the tolerance.
 GAP_GROWTH, SMALLEST_TOLERANCE = 10.0, 1e-4
+QUANTIZED = (
+    "lora.quantization=nf4 with rollout=vllm: vLLM would round the merged adapters to 4 bits, and "
+    "sample from another policy: use rollout=auto, or lora=lora"
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -231,7 +235,12 @@ class VllmGenerator:
         """Return the arguments of `vllm.LLM`, with the dtype that `model` computes in.
 
         Adapters need float32; 16 bits that were asked for are a warning there.
+
+        Raises:
+            ValueError: for weights that are quantized: vLLM would quantize what is merged anew.
         """
+        if not all(weight.is_floating_point() for weight in model.parameters()):
+            raise ValueError(QUANTIZED)
         device, dtype = model.device.type, self.options["dtype"]
         if any(isinstance(module, LoraLayer) for module in model.modules()):
             if dtype not in ("auto", "float32"):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -54,7 +53,7 @@ def _loaded_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(layer: Any) -> Tensor:
-    weight: Tensor = dequantize_module_weight(layer.base_layer).detach()
+    weight: Tensor = layer.base_layer.weight.detach()
     if layer.disable_adapters:
         return weight
     merged = weight.float()
