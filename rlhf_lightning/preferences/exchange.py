@@ -131,7 +131,7 @@ def _read_trl(
     rows: Iterable[tuple[Location, Row]], source: str, now: str
 ) -> tuple[list[Pair], list[Label]]:
     pairs, labels = [], []
-    parse = RowParser()
+    parse, times = RowParser(), Counter[str]()
     for where, row in rows:
         record = parse(row, where)
         if not isinstance(record, PreferenceRecord):
@@ -146,7 +146,10 @@ def _read_trl(
         with _naming(where):
             pair = Pair.make(record.prompt, first, second, domain=record.domain, columns=columns)
             pairs.append(pair)
-            label = Label(pair.pair_id, source, side, "person", "first", now, margin=record.margin)
+            # A row names no annotator: that of a pair which comes again is another one.
+            times[pair.pair_id] += 1
+            name = f"{source} ({n})" if (n := times[pair.pair_id]) > 1 else source
+            label = Label(pair.pair_id, name, side, "person", "first", now, margin=record.margin)
             labels.append(label)
     return pairs, labels
 
