@@ -50,7 +50,13 @@ from rlhf_lightning.data.sampler import (
 )
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
-from rlhf_lightning.data.summary import DataSummary, render_examples, summarize, warn_of_rows
+from rlhf_lightning.data.summary import (
+    DataSummary,
+    render_examples,
+    summarize,
+    warn_of_rows,
+    warn_of_shared_turns,
+)
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, world_size
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.runs.manifest import Source
@@ -278,6 +284,8 @@ class RecordDataModule(LightningDataModule):
         rank_zero_info(self.render_summary())
         if not self._may_repeat:
             warn_of_rows(records["train"], self.tokenizer, self.summaries["train"])
+        if self.loss_on == "all":
+            warn_of_shared_turns(*rows.values())
 
     def _records(self, split: Split) -> list[Record]:
         records = self.source.records(self.kind, split)

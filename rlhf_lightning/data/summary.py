@@ -323,6 +323,22 @@ def warn_of_plain_prompts(
         warn(f"{found} that the tokenizer has: {fix}")
 
 
+def warn_of_shared_turns(train: Sequence[EncodedSequence], held_out: Sequence[Any]) -> None:
+    """Warn where learnt turns of held-out rows, with all before them, are learnt in training."""
+    known, turns = (
+        {
+            hash(row.input_ids[:end].tobytes())
+            for row in rows
+            for end in np.flatnonzero(np.diff(row.loss_mask, append=False) & row.loss_mask) + 1
+        }
+        for rows in (train, held_out)
+    )
+    if shared := known & turns:
+        found = f"{len(shared):,} of {len(turns):,} held-out turns are trained on too"
+        fix = "give each conversation one row, or a validation set"
+        _warn(f"data.loss_on=all: {found}, in rows that begin alike: {fix}")
+
+
 def warn_of_repeated_prompts(
     records: Sequence[Record], warn: Callable[[str], None] = _warn
 ) -> None:
