@@ -62,12 +62,13 @@ def preview(
     kind = kind or ("unpaired" if is_labelled else own)
     splits = {split: source.records(kind, split) for split in get_args(Split)}
     records = [record for split in splits.values() for record in split]
-    some = records[:: -(-len(records) // num_rows) or 1] if num_rows else records
+    count = min(len(records), num_rows or len(records))
+    some = [records[n * len(records) // count] for n in range(count)]
     encoder = RecordEncoder(tokenizer, max_length=sys.maxsize, loss_on=loss_on)
     rows, report = encoder.encode_all(some), encoder.report
     give_same_columns(rows)
     report.skipped[:0] = source.skipped_records
-    summary = summarize(rows, name=kind, report=report)
+    summary = summarize(rows, name=kind, kind=kind, report=report)
     odd: list[str] = []
     warn_of_rows(some, tokenizer, summary, odd.append)
     others = [k for k in get_args(RecordKind) if any(_reads(source, r, k) for r in parsed[:100])]

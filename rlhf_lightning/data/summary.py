@@ -30,7 +30,7 @@ from rlhf_lightning.data.encode import (
     EncodedSequence,
     EncodingReport,
 )
-from rlhf_lightning.data.records import Record, TextRecord
+from rlhf_lightning.data.records import Record, RecordKind, TextRecord
 from rlhf_lightning.runs.metric_catalog import counted
 from rlhf_lightning.text.decode import UNFINISHED, text_behind
 from rlhf_lightning.text.messages import CONVERSATION, SYSTEM, Text
@@ -121,18 +121,24 @@ class DataSummary(EncodingReport):
 
 
 def summarize(
-    encoded: Sequence[Encoded], *, name: str, report: EncodingReport | None = None
+    encoded: Sequence[Encoded],
+    *,
+    name: str,
+    kind: RecordKind | None = None,
+    report: EncodingReport | None = None,
 ) -> DataSummary:
     """Return the summary of encoded rows.
 
     Args:
         encoded: the rows of one split, all of one kind.
         name: title of the summary.
+        kind: of the rows: texts have no prompt.
         report: what their `RecordEncoder` counted, and the bad records that were left out.
     """
     lengths: dict[str, list[int]] = {}
     for row in encoded:
-        for part, length in part_lengths(row).items():
+        parts = {"text": len(row)} if kind == "texts" else part_lengths(row)
+        for part, length in parts.items():
             lengths.setdefault(part, []).append(length)
     identities = {_identity(row) for row in encoded}
     asked = (row for row in encoded if isinstance(row, EncodedPrompt))

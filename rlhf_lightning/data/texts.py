@@ -31,7 +31,7 @@ from rlhf_lightning.text.messages import THOUGHT, THOUGHTS, WEIGHT, BadValueErro
 
 CALLS = "tool_calls"
 ANSWER_MARK = "\n\nAssistant:"
-_EXAMPLE = 'write [{"role": "user", "content": "..."}, ...]'
+_EXAMPLE = '[{"role": "user", "content": "..."}, ...]'
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 # Text that begins as messages do, in JSON or as Python or numpy print them.
 _BEGINS_AS_MESSAGES = re.compile(r"""\W*(array\W+)?[\[{]\W*["'](role|content|from)\\*["']\s*:""")
@@ -59,7 +59,7 @@ def parse_text(value: Any, key: str) -> Text:
         return check_characters(value, f"the key {key!r}")
     if isinstance(value, list | tuple):
         return parse_messages(value, key)
-    raise wrong_value(key, value, "text or a list of messages", _EXAMPLE)
+    raise wrong_value(key, value, "text or a list of messages", f'write "...", or {_EXAMPLE}')
 
 
 def parse_messages(value: Any, key: str) -> Messages:
@@ -69,7 +69,7 @@ def parse_messages(value: Any, key: str) -> Messages:
         BadValueError: if it is no list, empty, or has a message without a known role and a text.
     """
     if not isinstance(value, list | tuple) or not value:
-        raise wrong_value(key, value, "a list of messages", _EXAMPLE)
+        raise wrong_value(key, value, "a list of messages", f"write {_EXAMPLE}")
     return tuple(_parse_message(m, f"{key}[{i}]") for i, m in enumerate(value))
 
 
@@ -143,7 +143,7 @@ def check_characters(text: str, name: str) -> str:
 def _parse_message(message: Any, name: str) -> dict[str, Any]:
     if not _is_message(message):
         found = f"{name} is {describe(message)}, expected an object with 'role' and 'content'"
-        raise BadValueError(found, _EXAMPLE)
+        raise BadValueError(found, f"write {_EXAMPLE}")
     given = {key: each for key, each in message.items() if each is not None}
     if {"from", "value"} <= message.keys() and not {"role", "content"} <= given.keys():
         turn = {"role": given.pop("from", None), "content": given.pop("value", None)}  # ShareGPT's

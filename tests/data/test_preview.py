@@ -35,6 +35,7 @@ def test_the_kind_is_that_of_the_keys_and_the_others_can_be_asked_for(tokenizer,
     lines = dict(found.lines)
     assert found.kind == kind
     assert lines[kind] == "1 train"
+    assert any(name.startswith("prompt tokens") for name in lines) == (kind != "texts")
     assert set(lines.get("kind= may also be", "").split(", ")) - {""} == others
     assert lines.get("columns that a reward function is given") == (
         "answer, prompt" if kind == "prompts" else None
@@ -57,6 +58,12 @@ def test_lengths_are_whole_rows_and_max_length_drops_what_the_stage_drops(tokeni
         kept, _ = encode_all(records, tokenizer, max_length=limit)
         told = dict(preview(source(rows), tokenizer, max_length=limit).lines)["max_length"]
         assert told == f"{limit} drops {3 - len(kept)}"
+
+
+def test_so_many_records_as_are_asked_for_are_encoded_evenly_spaced(tokenizer):
+    rows = [{"prompt": f"{n}", "completion": "b"} for n in range(7)]
+    found = preview(source(rows), tokenizer, num_rows=4)
+    assert [tokenizer.decode(row.input_ids)[0] for row in found.rows] == [*"0135"]
 
 
 def test_each_fault_has_its_first_place_and_its_count(tokenizer):

@@ -189,7 +189,8 @@ class RowSource:
             logger.warning(told, where.source, len(bad), len(records), named)
         if not records:
             found = f"no record is left: all {len(bad)} were bad"
-            fix = f"mend them; the first: {[*bad, 'the source is empty'][0]}"
+            first = [*bad, "the source is empty"][0].removesuffix(".")
+            fix = f"mend them; the first: {first}"
             raise BadRecordError(Location(where.source), found, fix)
         return records
 
