@@ -20,19 +20,27 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
-def near_path(path: Path | str, kind: Callable[[Path], bool] = Path.is_dir) -> str:
-    """Return "; did you mean ...?" for the path beside a missing one that is most like it, or "".
+def nearest_path(path: Path, kind: Callable[[Path], bool] = Path.exists) -> Path | None:
+    """Return the path that is most like a missing one, of which each part may be misspelt, or None.
 
     Args:
         path: what was given.
-        kind: what the other has to be; by default a folder.
+        kind: what the other has to be; by default it only exists.
     """
-    path = Path(path)
-    if path.exists() or not path.parent.is_dir():
-        return ""
-    names = [one.name for one in path.parent.iterdir() if kind(one)]
+    above = path.parent if path.parent.is_dir() else nearest_path(path.parent, Path.is_dir)
+    if path.exists() or above is None:
+        return None
+    if kind(above / path.name):
+        return above / path.name
+    names = [one.name for one in above.iterdir() if kind(one)]
     close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.with_name(close[0])}?" if close else ""
+    return above / close[0] if close else None
+
+
+def near_path(path: Path | str, kind: Callable[[Path], bool] = Path.is_dir) -> str:
+    """Return "; did you mean ...?" for the `nearest_path`, or ""."""
+    near = nearest_path(Path(path), kind)
+    return f"; did you mean {near}?" if near else ""
 
 
 def refuse_unknown(given: Mapping[str, Any], known: Collection[str], name: str, where: str) -> None:

@@ -9,9 +9,8 @@ from rlhf_lightning.app.command_line import run_command
 from rlhf_lightning.app.config.commands import ExportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import best_of_early_stopping
-from rlhf_lightning.misfit import near_path
 from rlhf_lightning.models.quiet import quieten
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, near_run
 from rlhf_lightning.runs.hub import push_folder
 from rlhf_lightning.runs.lock import is_claimed
 from rlhf_lightning.runs.manifest import is_adapter, of_adapter
@@ -62,12 +61,10 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
         if checkpoint is None:
             raise ConfigError(f"{folder.checkpoints} holds no complete checkpoint")
         return folder, checkpoint
-    if not path.exists():
-        told = f"{path} does not exist: give a run folder, or a checkpoint in one"
-        raise ConfigError(f"{told}{near_path(path, Path.exists)}")
     folder = RunFolder(path.absolute().parent.parent)
-    if path.suffix != ".ckpt" or not folder.config.is_file():
-        raise ConfigError(f"{path} is no run folder and no checkpoint in one; runs are in outputs/")
+    if path.suffix != ".ckpt" or not path.exists() or not folder.config.is_file():
+        told = f"{path} {'is no run folder' if path.exists() else 'does not exist'}: give a run "
+        raise ConfigError(f"{told}below outputs/, or a checkpoint in one{near_run(path)}")
     if problem := checkpoint_problem(path):
         raise ConfigError(problem)
     return folder, path

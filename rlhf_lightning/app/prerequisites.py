@@ -28,7 +28,6 @@ from rlhf_lightning.app.config.validate import (
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.distributed.launch import own_environment
-from rlhf_lightning.misfit import near_path
 from rlhf_lightning.models.adapter_files import save_adapter
 from rlhf_lightning.models.building import seeded_init
 from rlhf_lightning.models.factory import head_std, load_base, load_policy
@@ -42,6 +41,7 @@ from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.runs.lock import artifact_lock, replacing_folder
 from rlhf_lightning.runs.manifest import (
     is_available,
+    no_model,
     source_fingerprint,
     write_manifest,
 )
@@ -86,8 +86,7 @@ def prepare_inputs(
             settings = settings.updated(changed) if changed else settings
             continue
         if not is_built_in(settings, kind):
-            told = f"artifacts.{kind}={source} does not exist{near_path(source)}"
-            told += ": give a folder or hub name"
+            told = f"artifacts.{kind}={no_model(source, 'give a folder or hub name')}"
             starts_value = settings.select("module.value") == source  # perhaps nothing else
             if starts_value and not is_loaded(settings.updated({"module.value": None}), source):
                 told += " (module.value=null module.value_head=zero does without)"

@@ -11,7 +11,7 @@ from rlhf_lightning.app.config.commands import ReportSettings
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.reports.compare import write_comparison
 from rlhf_lightning.reports.page import write_report
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, near_run
 
 
 def run(folders: Sequence[Path], output: Path | None = None) -> list[Path]:
@@ -45,8 +45,8 @@ def run_folders(folder: Path) -> list[Path]:
         return [folder]
     found = [path.parent for path in folder.glob("*/summary.json")]
     if not found:
-        told = f"{folder} is no run folder: it has no summary.json"
-        raise FileNotFoundError(f"{told}; runs are in outputs/")
+        told = f"{folder} is no run folder, it has no summary.json: give one below outputs/"
+        raise FileNotFoundError(f"{told}{near_run(folder, RunFolder.summary)}")
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 

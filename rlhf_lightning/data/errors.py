@@ -6,8 +6,10 @@ import difflib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from rlhf_lightning.misfit import nearest_path
 from rlhf_lightning.text.messages import BadValueError
 
 OnBadRecord = Literal["raise", "skip"]
@@ -43,13 +45,22 @@ class BadRecordError(ValueError):
 
     def __str__(self) -> str:
         """Return `where: found. Fix: fix.`, in one line that UTF-8 can hold."""
-        text = "{}: {}. Fix: {}.".format(*self.args).replace("\r", "\\r").replace("\n", "\\n")
+        text = "{}: {}. Fix: {}".format(*self.args)
+        text = text.replace("\r", "\\r").replace("\n", "\\n")
+        text += "" if text.endswith("?") else "."
         # A key of a JSON object may hold half of a character, which no log file takes.
         return text.encode("utf-8", "backslashreplace").decode()
 
 
 class MissingFileError(BadRecordError, FileNotFoundError):
     """A file or folder of records that does not exist."""
+
+
+def missing_file(where: Location, path: Path, fix: str) -> MissingFileError:
+    """Return the error of a path that does not exist, with the one most like it or else `fix`."""
+    near = nearest_path(path)
+    fix = f"did you mean {near}?" if near else fix
+    return MissingFileError(where, "there is no such file or folder", fix)
 
 
 def closest(name: str, names: Iterable[str], *, cutoff: float = 0.7) -> str | None:

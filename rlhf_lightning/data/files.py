@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError, closest, describe
+from rlhf_lightning.data.errors import BadRecordError, Location, describe, missing_file
 from rlhf_lightning.data.progress import with_progress
 
 Row = Mapping[str, Any]
@@ -75,9 +75,7 @@ def read_rows(path: Path) -> Iterator[LocatedRow]:
     """
     where = Location(str(path))
     if not path.exists():
-        similar = closest(path.name, [p.name for p in path.parent.glob("*")])
-        hint = f"did you mean {path.parent / similar}?" if similar else "check the path"
-        raise MissingFileError(where, "there is no such file or folder", hint)
+        raise missing_file(where, path, "check the path")
     if not is_data_file(path):
         found = f"the extension {extension(path)!r} is unknown"
         raise BadRecordError(where, found, f"give a file that ends with one of {ENDINGS}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_lightning.misfit import near_path
 from rlhf_lightning.runs.atomic import write_text
 
 ITERATION = "iteration"
@@ -86,6 +87,23 @@ class RunFolder:
         """Make the folder if it is missing and return self."""
         self.path.mkdir(parents=True, exist_ok=True)
         return self
+
+
+def near_run(path: Path, part: Path = RunFolder.checkpoints) -> str:
+    """Return "; did you mean ...?" for the path like a missing one, else for a run near to it.
+
+    That is the newest below a folder, or the one around it.
+
+    Args:
+        path: what was given.
+        part: what tells the folder that is meant, which has it; by default that of a training.
+    """
+    below = (one for depth in range(4) for one in path.glob(f"{'*/' * depth}{part}"))
+    newest = max(below, key=lambda one: one.stat().st_mtime, default=None)
+    around = (one / part for one in path.parents if (one / part).exists())
+    near = newest or next(around, None)
+    told = f"; did you mean {near.parent}?" if near and near.parent != path else ""
+    return near_path(path, Path.exists) or told
 
 
 def from_here(path: Path) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlhf_lightning.runs.atomic import write_text
-from rlhf_lightning.runs.folder import to_json
+from rlhf_lightning.runs.folder import RunFolder, near_run, to_json
 from rlhf_lightning.runs.lock import replacing_folder
 from rlhf_lightning.runs.reading import parse, read_json
 from rlhf_lightning.runs.summary import GateResult
@@ -292,6 +292,12 @@ def is_available(source: str) -> bool:
         return (folder / "config.json").is_file() or is_adapter(folder)  # named when it is loaded
     # A hub name: transformers looks for it, in its cache first.
     return bool(_HUB_NAME.fullmatch(source)) and not folder.parent.exists()
+
+
+def no_model(source: str, fix: str) -> str:
+    """Return why `is_available` does not take a source, what to give, and what is near to it."""
+    what = "has no config.json" if Path(source).is_dir() else "does not exist"
+    return f"{source} {what}: {fix}{near_run(Path(source), RunFolder.export / 'config.json')}"
 
 
 def of_adapter(folder: Path) -> str:

@@ -69,8 +69,8 @@ def test_a_file_of_pairs_is_shown_on_the_screen_and_on_a_page(model, pairs, tmp_
     ("words", "told"),
     [
         ("pairs.jsonl model=M kidn=prompts", "did you mean kind"),
-        ("pairs.jsnol model=org/m", "did you mean pairs.jsonl?"),
-        ("pairs.jsonl model=./modle", "model.source=./modle is no folder: give one, or OWNER/NAME"),
+        ("pairs.jsnol model=org/m", "Fix: did you mean pairs.jsonl?\n"),
+        ("pairs.jsonl model=./modle", "error: model=./modle does not exist: add model=FOLDER, or"),
         ("pairs.jsonl model=modle", "on the hub; did you mean model?"),
         ("pairs.jsonl model=org/m --kind prompts", "sets nothing: write KEY=VALUE"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.groups import (
@@ -39,9 +39,8 @@ from rlhf_lightning.app.config.settings import (
 from rlhf_lightning.arguments import Count, CountOrZero, Seed, Temperature
 from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.records import LossOn, RecordKind, Split, Value
-from rlhf_lightning.misfit import near_path
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.manifest import is_available
+from rlhf_lightning.runs.manifest import is_available, no_model
 from rlhf_lightning.runs.resume import config_hash
 from rlhf_lightning.text.thoughts import Thoughts
 
@@ -113,8 +112,7 @@ class EvaluateSettings(FiguresSettings):
         for side in ("policy", "baseline") if self.compares_policies else ():
             value, ours = getattr(self, side), self.artifacts.models().values()
             if value not in ours and not is_available(value):
-                told = f"{side}={value} does not exist: give a model folder or a hub name"
-                raise ConfigError(f"{told}{near_path(value)}")
+                raise ConfigError(f"{side}={no_model(value, 'give a model folder or a hub name')}")
 
     def _check_best_of(self) -> None:
         counts, pool = self.best_of.n, self.best_of.pool
@@ -266,15 +264,14 @@ class ReportSettings(CommandSettings):
 
 def _is_policy(name: str) -> str:
     if not (RunFolder(Path(name)).config.is_file() or is_available(name)):
-        told = f"={name} is no run and no model: give a folder, or a hub name ORG/NAME"
-        raise ValueError(f"{told}{near_path(name)}")
+        raise ValueError(f"={no_model(name, 'give a run, a model folder or a hub name ORG/NAME')}")
     return name
 
 
 def _is_model(name: str) -> str:
     if not is_available(name):
-        told = f"={name} is no reward model: give a folder or hub name, or --reward FILE.py:NAME"
-        raise ValueError(f"{told}{near_path(name)}")
+        fix = "give a reward model, its folder or hub name, or --reward FILE.py:NAME"
+        raise ValueError(f"={no_model(name, fix)}")
     return name
 
 
@@ -321,16 +318,6 @@ class PreviewModelSettings(Settings):
     chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     revision: str | None = None
 
-    @field_validator("source")
-    @classmethod
-    def _may_be_there(cls, source: str | None) -> str | None:
-        if source is None:
-            raise ValueError(" is not set: add model=FOLDER, or a name on the hub")
-        if not (Path(source).is_dir() or is_available(source)):
-            told = f"={source} is no folder: give one, or OWNER/NAME on the hub"
-            raise ValueError(f"{told}{near_path(source)}")
-        return source
-
 
 class PreviewSettings(CommandSettings):
     """Settings of `rlhf-data`: what is read of a file before anything is trained.
@@ -357,7 +344,12 @@ class PreviewSettings(CommandSettings):
 
     @model_validator(mode="after")
     def _begins_to_be_read(self) -> Self:
-        """Find a file that is missing before transformers is imported."""
+        """Find a model or a file that is missing before transformers is imported."""
+        source, fix = self.model.source, "add model=FOLDER, or OWNER/NAME on the hub"
+        if source is None:
+            raise ValueError(f"model is not set: {fix}")
+        if not (Path(source).is_dir() or is_available(source)):
+            raise ValueError(f"model={no_model(source, fix)}")
         path = self.path.expanduser()
         next(read_rows(split_files(path)[0][0] if path.is_dir() else path), None)
         return self

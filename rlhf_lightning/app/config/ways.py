@@ -30,7 +30,7 @@ from rlhf_lightning.app.config.compose import (
 from rlhf_lightning.app.config.errors import ADDED, composition
 from rlhf_lightning.misfit import did_you_mean, near_path
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.manifest import is_available
+from rlhf_lightning.runs.manifest import is_available, no_model
 from rlhf_lightning.runs.reading import read_json, read_yaml
 
 _ENDINGS = re.compile(r"(\.(jsonl?|csv|tsv|parquet|arrow|gz))+$")
@@ -217,9 +217,9 @@ def _model_and_file(one: Experiment, words: list[str], others: Sequence[str]) ->
         raise ConfigError(f"{one.name} takes {wanted}, got {got}: {usage}")
     model, file = _available(words[0]), "".join(words[1:])
     if not Path(file).exists():
-        told = f"{file} does not exist{near_path(file, Path.exists)}: give a file of records"
         hub = "or dataset=hub dataset.hub_name=NAME dataset.name=NAME"
-        raise ConfigError(f"{told} ({one.records}), {hub}")
+        told = f"{file} does not exist: give a file of records ({one.records}), {hub}"
+        raise ConfigError(f"{told}{near_path(file, Path.exists)}")
     return model, file
 
 
@@ -228,8 +228,7 @@ def _available(source: str) -> str:
     exported = RunFolder(Path(source)).export
     found = str(exported) if exported.is_dir() else source
     if not is_available(found):
-        told = f"{source} is no model: give a folder, or OWNER/NAME on the hub"
-        raise ConfigError(f"{told}{near_path(source)}")
+        raise ConfigError(no_model(source, "give a model folder, or OWNER/NAME on the hub"))
     return found
 
 

@@ -23,7 +23,7 @@ from rlhf_lightning.arguments import (
     Seed,
     checked,
 )
-from rlhf_lightning.data.errors import BadRecordError, Location, MissingFileError, OnBadRecord
+from rlhf_lightning.data.errors import BadRecordError, Location, OnBadRecord, missing_file
 from rlhf_lightning.data.files import LocatedRow, Row, read_rows, rows_of, split_files
 from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.kinds import NO_LABELS, TAKEN, Labels, to_kind
@@ -399,7 +399,7 @@ class PreferenceFolder(FileSource):
         if not self.folder_or_file.exists():
             fix = "give preference records, or make them with python -m rlhf_lightning.collect"
             place = Location(f"data.path={self.path}")
-            raise MissingFileError(place, "there is no such file or folder", fix)
+            raise missing_file(place, self.folder_or_file, fix)
         file = self.folder_or_file / RELIABILITY
         ceiling = read_json(file).get("label_ceiling") if file.is_file() else None
         if ceiling is not None:

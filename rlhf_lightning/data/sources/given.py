@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rlhf_lightning.arguments import PathOrName, fitting
-from rlhf_lightning.data.errors import Location, MissingFileError
+from rlhf_lightning.data.errors import Location, missing_file
 from rlhf_lightning.data.files import ENDINGS, LocatedRow, as_row, is_data_file, rows_of
 from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import Record, RecordKind, Split
@@ -141,7 +141,7 @@ def _named(source: str | Path, name: str) -> RecordSource:
     if isinstance(source, Path) or path.suffix:
         fix = f"give a folder, a name on the hub, or one file that ends with {ENDINGS}"
         where = Location(f"{name}={source}")
-        raise MissingFileError(where, "there is no such file or folder", fix)
+        raise missing_file(where, path, fix)
     return HubSource(source)
 
 

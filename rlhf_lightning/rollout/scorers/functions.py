@@ -14,8 +14,9 @@ from symtable import symtable
 from typing import Any
 
 from rlhf_lightning.arguments import CodeName
-from rlhf_lightning.misfit import did_you_mean
+from rlhf_lightning.misfit import did_you_mean, near_path
 
+_FIX = "give 'path.py:name' or 'package.module.name'"
 # A file with one of these may have names that only running it shows.
 _MAKES_NAMES = re.compile(r"import\s*\*|\b(__getattr__|globals|locals|vars|exec|modules)\b")
 
@@ -31,8 +32,9 @@ def load_function(path: CodeName, what: str = "reward function") -> Callable[...
         ValueError: if there is no such file, module or callable, or it cannot be read.
     """
     place, _, name = path.rpartition(":" if ":" in path else ".")
+    spec = _spec(place, f"{what} {path!r}") if ":" in path else None
     with _refusing(path, what):
-        module = _load_file(Path(place)) if ":" in path else importlib.import_module(place)
+        module = importlib.import_module(place) if spec is None else _load_file(spec)
         function = getattr(module, name, None)
     if not callable(function):
         raise _not_there(f"{what} {path!r}", name, vars(module))
@@ -54,8 +56,8 @@ def check_function(path: CodeName, what: str = "reward function") -> None:
     place, _, name = path.rpartition(":")
     if not place.endswith(".py"):
         return
+    _spec(place, f"{what} {path!r}")
     with _refusing(path, what):
-        _spec(Path(place))
         source = importlib.util.decode_source(Path(place).read_bytes())
         symbols = symtable(source, place, "exec").get_symbols()
     known = {
@@ -77,23 +79,23 @@ def _refusing(path: str, what: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        fix = "give 'path.py:name' or 'package.module.name'"
-        raise ValueError(f"{what} {path!r}: {error_line(error)}; {fix}") from error
+        raise ValueError(f"{what} {path!r}: {error_line(error)}; {_FIX}") from error
 
 
 def _not_there(what: str, name: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"{what}: {name!r} is no callable there{did_you_mean(name, known)}")
 
 
-def _spec(file: Path) -> ModuleSpec:
+def _spec(place: str, what: str) -> ModuleSpec:
+    file = Path(place)
     spec = importlib.util.spec_from_file_location(f"reward_function_{file.stem}", file)
     if not file.is_file() or spec is None or spec.loader is None:
-        raise FileNotFoundError(f"no Python file {file}")
+        near = near_path(file, Path.is_file) or f"; {_FIX}"
+        raise ValueError(f"{what}: there is no Python file {file}{near}")
     return spec
 
 
-def _load_file(file: Path) -> Any:
-    spec = _spec(file)
+def _load_file(spec: ModuleSpec) -> Any:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)  # type: ignore[union-attr]
     return module
