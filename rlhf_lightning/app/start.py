@@ -129,11 +129,11 @@ def check_words(command: str) -> None:
         validate.check_functions(cfg)
         if run is None:
             settings = validate.plain_settings(commands.COMMANDS[command], cfg)
-            if isinstance(settings, commands.EvaluateSettings):
-                settings.check_sides()
+            validate.check_models(cfg, words)
             validate.check_first_record(settings)
         else:
-            inherit.training_file(RunFolder(Path(str(run))))
+            ours = inherit.check_run(command, RunFolder(Path(str(run))), words)
+            validate.check_models(cfg, words, ours)
 
     read_words(command, read, "train" if command == "plan" else command)
 

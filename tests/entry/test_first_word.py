@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 
 import pytest
+from omegaconf import OmegaConf
 
-from rlhf_lightning.app.config.compose import choices
+from rlhf_lightning.app.config.compose import choices, composed, register
 from rlhf_lightning.app.config.validate import CODE
 from tests.builders.command_lines import ROOT, environment
 from tests.builders.processes import timed_python
 
 RUN = "outputs/ppo/2026-11-29_08-00-0"
+CODED = ("scorer=function", "scorer.function=reward.py:score")
+EVALUATION = "outputs/evaluate/2026-11-29_08-00-00"
 NEAR = f"did you mean {RUN}0?"
-FOLDER = "give a folder, or a hub name"
 LIMIT_SECONDS = 3.0  # of user and system time; importing torch and Lightning alone costs more
 
 
@@ -62,24 +64,43 @@ def test_help_of_an_experiment_is_its_own(tmp_path):
         ("evaluate", f"policy={RUN}1 baseline=org/m", f"policy={RUN}1 does not exist"),
         ("train", "--recipe dpoo", "did you mean dpo"),
         ("train", "dpoo --help", "did you mean dpo"),
-        ("chat", f"{RUN}1", f"{RUN}1 is no run and no model: {FOLDER} ORG/NAME; {NEAR}"),
+        ("chat", f"{RUN}1", f"{RUN}1 does not exist: give a run, a model folder or a hub name"),
+        ("chat", f"{RUN}1", NEAR),
         (
             "evaluate",
             f"run={RUN}1",
             f"run={RUN}1 is no run folder: give one below outputs/; {NEAR}",
         ),
+        ("evaluate", "run=outputs", NEAR),
+        ("evaluate", f"run={EVALUATION}", "stage=evaluate trains nothing"),
+        ("evaluate", f"run={RUN}0", "(--reward FILE.py:NAME)"),
+        ("evaluate", f"run={RUN}0 --reward reward.py:score baseline=outputs/pop", "outputs/ppo?"),
+        ("export", "outputs/ppo", NEAR),
+        ("report", "output/ppo/2026-11-29_08-00-00", NEAR),
+        ("collect", f"run={RUN}0/export", NEAR),
+        ("train", "+experiment=dpo artifacts.sft=outputs/ppo", f"did you mean {RUN}0/export?"),
         ("train", "grpo org/m records.jsonl --reward reward.py:scoer", "did you mean score?"),
-        ("plan", "grpo org/m records.jsonl --reward rewrad.py:score", "no Python file rewrad.py"),
+        (
+            "plan",
+            "grpo org/m records.jsonl --reward rewrad.py:score",
+            "no Python file rewrad.py; did you mean reward.py?\n",
+        ),
         ("train", "+experiment=ppo module.estimator=reward.py:Halfed", "did you mean Halved?"),
         ("evaluate", "run=a --reward reward.py:scoer", "did you mean score?"),
         ("chat", "org/m --reward reward.py:scoer", "did you mean score?"),
         ("chat", "org/m reward=reward.py:score", "--reward FILE.py:NAME"),
-        ("train", "+experiment=grpo --reward rewrad.py:score", "no Python file rewrad.py"),
         ("collect", "--reward reward.py:score", "write --reward-model FOLDER"),
     ],
 )
 def test_a_mistake_that_needs_no_torch_is_answered_at_once(command, words, fix, tmp_path):
-    (tmp_path / f"{RUN}0").mkdir(parents=True)
+    register()
+    for part in ("checkpoints", "export"):
+        (tmp_path / f"{RUN}0" / part).mkdir(parents=True)
+    (tmp_path / f"{RUN}0/export/config.json").touch()
+    ppo = composed("train", ["+experiment=ppo", *CODED])
+    for run, config in ((f"{RUN}0", OmegaConf.to_yaml(ppo)), (EVALUATION, "stage: evaluate")):
+        (tmp_path / run / ".hydra").mkdir(parents=True)
+        (tmp_path / run / ".hydra/config.yaml").write_text(config)
     (tmp_path / "records.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "reward.py").write_text("def score(): ...\nclass Halved: ...\n")
     told, status = answer(command, words, tmp_path)

@@ -8,7 +8,7 @@ again on the command line.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -16,14 +16,18 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.app.config.commands import COMMANDS
-from rlhf_lightning.app.config.compose import ConfigError, primary
+from rlhf_lightning.app.config.compose import ConfigError, primary, texts
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.saved import read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import nodes
-from rlhf_lightning.app.config.validate import check_overrides_are_read, read_settings
-from rlhf_lightning.misfit import near_path
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.app.config.validate import (
+    CODE,
+    check_overrides_are_read,
+    plain_settings,
+    read_settings,
+)
+from rlhf_lightning.runs.folder import RunFolder, near_run
 from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 
 # Of a group all keys are taken over (None) or these alone, which the command reads.
@@ -89,20 +93,34 @@ def training_file(folder: RunFolder) -> Path:
     path = folder.path
     file = path if path.suffix == ".yaml" else folder.config
     if not file.is_file():
-        told = f"{path} is no run folder: give one below outputs/{near_path(path, Path.exists)}"
-        raise ConfigError(f"run={told}")
+        told = f"run={path} is no run folder: give one below outputs/"
+        raise ConfigError(f"{told}{near_run(path)}")
     return file
 
 
-def read_training(folder: RunFolder) -> TrainSettings:
+def check_run(entry: str, folder: RunFolder, overrides: Sequence[str]) -> Collection[str]:
+    """Refuse without torch what `command_settings` would; return the models of the run."""
+    trained = read_training(folder, plain_settings)
+    taken = (text for group in _GROUPS[entry] for text in texts(trained.resolved.get(group), group))
+    _check_named_again({k: text for k, text in taken if k.rpartition(".")[2] in CODE}, overrides)
+    return trained.artifacts.models().values()
+
+
+def read_training(
+    folder: RunFolder, read: Callable[..., TrainSettings] = read_settings
+) -> TrainSettings:
     """Return the settings of a training run, of its folder or of a file of settings.
+
+    Args:
+        folder: the run folder, or the file.
+        read: `plain_settings` needs no torch.
 
     Raises:
         ConfigError: if there are none.
     """
     file = training_file(folder)
     try:
-        return read_saved(TrainSettings, file)
+        return read_saved(TrainSettings, file, read)
     except ConfigError as error:
         raise ConfigError(f"run={folder.path}: {error}") from error
 
@@ -131,14 +149,7 @@ def take_over(
     """Return `cfg` with groups, keys and models of a training run; see `command_settings`."""
     models = models_of(trained, made)
     keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
-    for key, value in named_again(entry, trained).items():
-        group = key.partition(".")[0]
-        if not {group, key} & keys:
-            again = "--reward FILE.py:NAME" if key.endswith(".function") else f"++{key}=..."
-            raise ConfigError(
-                f"the run has {key}={value}, which its folder alone is not trusted with: name it "
-                f"again on the command line ({again}), or choose another {group}"
-            )
+    _check_named_again(named_again(entry, trained), overrides)
     changed: Any = OmegaConf.create(cast(Any, OmegaConf.to_container(cfg, resolve=False)))
     OmegaConf.set_struct(changed, False)
     moved = {f"artifacts.{kind}": source for kind, source in models.items() if kind in MODELS}
@@ -172,6 +183,18 @@ def take_over(
         if "." in key or key in ("seed", "policy", "baseline"):
             OmegaConf.update(changed, key, OmegaConf.select(cfg, key), force_add=True)
     return cast(DictConfig, changed)
+
+
+def _check_named_again(named: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    for key, value in named.items():
+        group = key.partition(".")[0]
+        if not {group, key} & keys:
+            again = "--reward FILE.py:NAME" if key.endswith(".function") else f"++{key}=..."
+            raise ConfigError(
+                f"the run has {key}={value}, which its folder alone is not trusted with: name it "
+                f"again on the command line ({again}), or choose another {group}"
+            )
 
 
 def _stays(group: str, trained: TrainSettings) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,26 @@ from rlhf_lightning.runs.resume import checkpoint_problem
 from rlhf_lightning.runs.summary import summary_or_none
 
 
-def read_saved(settings: type[SettingsT], file: Path) -> SettingsT:
+def read_saved(
+    settings: type[SettingsT], file: Path, read: Callable[..., SettingsT] = read_settings
+) -> SettingsT:
     """Return the settings of a run.
 
     Args:
         settings: the class of its command.
         file: `.hydra/config.yaml` of the run.
+        read: `plain_settings` needs no torch.
 
     Raises:
         ConfigError: if there is none, or if it is not allowed: its values are shown on pages, so
             it reads nothing from the environment of whoever opens the folder.
     """
+    content = saved_config(file)
+    if settings is TrainSettings and "module" not in content:
+        raise ConfigError(f"stage={content.get('stage')} trains nothing: give a run of rlhf-train")
     OmegaConf.register_new_resolver("oc.env", _from_environment, replace=True)
     try:
-        found = read_settings(settings, saved_config(file), saved=True)
+        found = read(settings, content, saved=True)
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     if "${" in str(found.resolved):  # escaped; a command that takes it over would resolve it

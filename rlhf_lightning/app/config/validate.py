@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,6 +35,7 @@ from rlhf_lightning.data.records import DemonstrationRecord, kind_of
 from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.rollout.scorers.functions import check_function
 from rlhf_lightning.rollout.scorers.hparams import is_address
+from rlhf_lightning.runs.manifest import is_available, no_model
 
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 # Settings that may name a function or class in a file, by their last part, and what it is.
@@ -187,6 +188,35 @@ def check_functions(cfg: DictConfig | Mapping[str, Any]) -> None:
                 check_function(text, what)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
+
+
+def check_models(cfg: DictConfig, words: Sequence[str], also: Collection[str] = ()) -> None:
+    """Refuse a model of the command line that is not there, if the reason is seen without torch.
+
+    One that a stage makes is left to the command, which names what makes it.
+
+    Args:
+        cfg: composed.
+        words: words of the command line.
+        also: models of a run that the command takes over.
+
+    Raises:
+        ConfigError: with the nearest folder.
+    """
+    for key in (word.lstrip("+").partition("=")[0] for word in words):
+        group, _, kind = key.rpartition(".")
+        if (group != "artifacts" or kind == "publish") and key not in ("policy", "baseline"):
+            continue
+        source = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+        usual = (
+            [f"{OmegaConf.select(cfg, 'model.folder')}/{kind}"] if group else cfg.artifacts.values()
+        )
+        if not isinstance(source, str) or is_address(source) or is_available(source):
+            continue
+        told = no_model(source, "give a model folder or a hub name")
+        is_misspelt = not group or Path(source).is_dir() or told.endswith("?")
+        if is_misspelt and source not in (*usual, *also):
+            raise ConfigError(f"{key}={told}")
 
 
 def check_first_record(settings: CommandSettings) -> None:
