@@ -18,9 +18,9 @@ from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.next_command import after_collecting
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_claim import (
-    NOTHING_TO_CONTINUE,
     check_folder,
     hydra_log,
+    nothing_to_continue,
     runs_to_continue,
 )
 from rlhf_lightning.app.sweep import in_sweep
@@ -259,7 +259,7 @@ def _start(settings: CollectSettings, folder: RunFolder) -> RunFolder:
     if settings.resume != "auto":
         return folder
     if (unfinished := next(runs_to_continue(settings, folder), None)) is None:
-        say(f"resume=auto continues {NOTHING_TO_CONTINUE.format(settings.paths.outputs)}")
+        say(f"resume=auto continues {nothing_to_continue(settings)}")
         return folder
     drop_unused(folder, unfinished, hydra_log(), link=in_sweep())
     return unfinished

@@ -30,10 +30,9 @@ from rlhf_lightning.runs.lock import (
     is_unused,
     take_run,
 )
-from rlhf_lightning.runs.resume import unfinished_runs
+from rlhf_lightning.runs.resume import runs_of
 from rlhf_lightning.runs.summary import Summary, summary_or_none
 
-NOTHING_TO_CONTINUE = "nothing: {} has no run of this configuration to continue"
 _PUBLISHING = ("artifacts.publish", "paths.publish")
 
 
@@ -142,10 +141,30 @@ def runs_to_continue(
     """
     if continues(settings, folder):
         yield folder
+    yield from _runs_of(settings)
+
+
+def _runs_of(
+    settings: TrainSettings | CollectSettings, *, completed: bool = False
+) -> Iterator[RunFolder]:
     outputs, digest = Path(settings.paths.outputs), settings.config_hash
     if not in_sweep():
-        yield from unfinished_runs(outputs / settings.name, digest)
-    yield from unfinished_runs(outputs / "multirun", digest, pattern="*/*")
+        yield from runs_of(outputs / settings.name, digest, completed=completed)
+    yield from runs_of(outputs / "multirun", digest, pattern="*/*", completed=completed)
+
+
+def nothing_to_continue(settings: TrainSettings | CollectSettings) -> str | None:
+    """Return why `resume=auto` continues nothing, and how a run that is complete is made longer."""
+    if settings.resume != "auto":
+        return None
+    done = next(_runs_of(settings, completed=True), None)
+    if done is None:
+        return f"nothing: {settings.paths.outputs} has no run of this configuration to continue"
+    told = f"nothing: the newest run of this configuration is complete, {done.path}"
+    if isinstance(settings, TrainSettings):
+        longer = f"ckpt_path={done.last_checkpoint} and a larger {settings.length_key}"
+        told += f"; for a longer one give {longer}"
+    return told
 
 
 def _or_fail(key: str, folder: Path, check: Callable[[], None]) -> None:

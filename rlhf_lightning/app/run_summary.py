@@ -13,7 +13,7 @@ from rlhf_lightning.app.config.groups import PlanGroup
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.evaluation import TrainingComponents
 from rlhf_lightning.app.plan import Plan, readable
-from rlhf_lightning.app.run_claim import NOTHING_TO_CONTINUE
+from rlhf_lightning.app.run_claim import nothing_to_continue
 from rlhf_lightning.callbacks.wandb_logger import shown_in_wandb
 from rlhf_lightning.data.summary import held_out_rows
 from rlhf_lightning.hparams import DPOHparams
@@ -52,7 +52,6 @@ def start_settings(
     own = settings.spec.starts_from
     models = settings.artifacts.models().items()
     starts = ", ".join(name if kind == own else f"{kind}: {name}" for kind, name in models)
-    nothing = NOTHING_TO_CONTINUE.format(settings.paths.outputs)
     trainer = parts.trainer
     device = type(trainer.accelerator).__name__.removesuffix("Accelerator").lower()
     strategy = f", {settings.strategy.name}" if trainer.world_size > 1 else ""
@@ -75,7 +74,7 @@ def start_settings(
         "warning": few_steps(settings, parts),
         "W&B": shown_in_wandb(parts.trainer),
         "publishes": None if settings.paths.publish else "nothing: it stays in the run folder",
-        "continues": checkpoint or (nothing if settings.resume == "auto" else None),
+        "continues": checkpoint or nothing_to_continue(settings),
     }
     return {topic: line for topic, line in lines.items() if line not in (None, "")}
 

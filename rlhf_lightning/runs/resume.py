@@ -59,7 +59,9 @@ def config_hash(container: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def unfinished_runs(root: Path | str, config_hash: str, pattern: str = "*") -> Iterator[RunFolder]:
+def runs_of(
+    root: Path | str, config_hash: str, pattern: str = "*", *, completed: bool = False
+) -> Iterator[RunFolder]:
     """Yield the runs below `root` of this configuration that did not complete, newest first.
 
     Names, which begin with date and time, give the order. A run that a living process writes is
@@ -69,13 +71,16 @@ def unfinished_runs(root: Path | str, config_hash: str, pattern: str = "*") -> I
         root: folder of a stage's runs, `outputs/<stage>`.
         config_hash: hash of the configuration, from `config_hash`.
         pattern: glob pattern of runs below `root`; links are left out.
+        completed: yield those that did.
     """
     folders = (p for p in Path(root).glob(pattern) if p.is_dir() and not p.is_symlink())
     for path in sorted(folders, reverse=True):
         summary = summary_or_none(RunFolder(path))
-        if summary is None or summary.config_hash != config_hash or summary.status == "completed":
+        if summary is None or summary.config_hash != config_hash:
             continue
-        if is_claimed(path):
+        if (summary.status == "completed") != completed:
+            continue
+        if not completed and is_claimed(path):
             logger.warning("passing over %s: another process is writing it", path)
         else:
             yield RunFolder(path)

@@ -14,6 +14,7 @@ from rlhf_lightning.app.run_summary import start_settings
 from rlhf_lightning.callbacks.run_record import about_run
 from rlhf_lightning.models import factory
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.summary import Summary, write_summary
 from tests.builders.command_lines import overrides_of, settings_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -55,14 +56,19 @@ def test_a_batch_larger_than_the_records_is_refused_before_a_model_is_loaded(
 def test_the_first_screen_says_what_a_run_starts_from_and_learns_and_that_it_continues_nothing(
     start, records, tmp_path
 ):
-    settings = composed(start, *records, "resume=auto", "paths.outputs=elsewhere")
+    settings = composed(start, *records, "resume=auto", f"paths.outputs={tmp_path}")
     parts = assemble(settings, RunFolder(tmp_path / "run"))
     checkpoint = tmp_path / "run/checkpoints/last.ckpt"
     shown = [start_settings(settings, parts, one) for one in (None, checkpoint)]
     assert [one["continues"] for one in shown] == [
-        "nothing: elsewhere has no run of this configuration to continue",
+        f"nothing: {tmp_path} has no run of this configuration to continue",
         checkpoint,
     ]
+    done = RunFolder(tmp_path / "sft/2026-11-29_08-00-00").create()
+    write_summary(done, Summary("sft", "completed", 1, config_hash=settings.config_hash))
+    told = str(start_settings(settings, parts, None)["continues"])
+    assert f"is complete, {done.path}; for a longer one give ckpt_path={done.path}/" in told
+    assert told.endswith("a larger data.num_epochs")
     assert shown[0]["starts from"] == str(start)  # whatever trained it
     for told in (shown[0]["data"], about_run(parts.module, parts.data)["data"]):
         assert "59 demonstrations (chosen responses of preferences), 3 held out" in str(told)

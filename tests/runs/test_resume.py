@@ -15,7 +15,7 @@ from rlhf_lightning.runs.resume import (
     checksum,
     config_hash,
     newest_complete_checkpoint,
-    unfinished_runs,
+    runs_of,
 )
 from rlhf_lightning.runs.summary import Summary, write_summary
 
@@ -82,7 +82,7 @@ def test_the_hash_changes_with_everything_else():
 
 
 def test_the_newest_unfinished_run_of_the_configuration_is_found(tmp_path):
-    assert list(unfinished_runs(tmp_path / "nowhere", "a")) == []
+    assert list(runs_of(tmp_path / "nowhere", "a")) == []
     runs = {
         "2026-01-01_00": ("a", "failed"),
         "2026-01-02_00": ("a", "running"),
@@ -95,17 +95,17 @@ def test_the_newest_unfinished_run_of_the_configuration_is_found(tmp_path):
     (tmp_path / "2026-01-05_00").mkdir()
     (tmp_path / "2026-01-06_00").mkdir()
     (tmp_path / "2026-01-06_00" / "summary.json").write_text("{")
-    assert [run.name for run in unfinished_runs(tmp_path, "a")] == [*runs][1::-1]
-    assert list(unfinished_runs(tmp_path, "c")) == []
+    assert [run.name for run in runs_of(tmp_path, "a")] == [*runs][1::-1]
+    assert list(runs_of(tmp_path, "c")) == []
 
 
 def test_a_run_that_is_still_being_written_is_passed_over(tmp_path, caplog):
     for name in ("1", "2"):
         write_summary(RunFolder(tmp_path / name), Summary("ppo", "running", 1, config_hash="a"))
     with claim_run(tmp_path / "2"), caplog.at_level(logging.WARNING):
-        assert [found.name for found in unfinished_runs(tmp_path, "a")] == ["1"]
+        assert [found.name for found in runs_of(tmp_path, "a")] == ["1"]
     assert "another process" in caplog.text
-    assert [found.name for found in unfinished_runs(tmp_path, "a")] == ["2", "1"]
+    assert [found.name for found in runs_of(tmp_path, "a")] == ["2", "1"]
 
 
 def test_what_cannot_be_loaded_is_told_apart(tmp_path):

@@ -359,6 +359,11 @@ class TrainSettings(RunSettings):
         return self.artifacts.publish is not None and self.paths.publish
 
     @property
+    def length_key(self) -> str:
+        """The key that says how long it trains."""
+        return next(key for key in LENGTHS if self.select(key) is not None)
+
+    @property
     def passes(self) -> tuple[int, int]:
         """Epochs over the rows of an iteration, and minibatches of each."""
         hparams = self.hparams
