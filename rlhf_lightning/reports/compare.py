@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import Counter, defaultdict
+import re
+import shlex
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +23,20 @@ from rlhf_lightning.reports.charts import (
     points_of,
     render,
 )
-from rlhf_lightning.reports.page import saved_config
+from rlhf_lightning.reports.page import saved_config, saved_words
 from rlhf_lightning.runs.folder import RunFolder, read_metrics, read_samples, write_text
 from rlhf_lightning.runs.metric_catalog import bound_keys, capitalized, ends, quantity, show
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.summary import Summary, read_summary
-from rlhf_lightning.runs.verdict import FEW, doubt_of
+from rlhf_lightning.runs.verdict import FEW, verdict
 
 COLUMNS = (
     *("val/num_prompts", "val/num_pair_prompts"),
     *("val/gold_win_rate", "val/score_win_rate", "val/accuracy", "val/loss", "val/score"),
     *("val/kl_per_token", "val/kl_per_response", "val/response_length", "val/distinct_2"),
 )
+# What these are is another thing for each objective.
+_OF_A_STAGE = re.compile(r"/(loss|accuracy|margin|calibration_error|(chosen|rejected)_reward)$")
 NUM_CURVES = 6
 _MODELS = ("artifacts", "suffix", "apart")  # of `paths`: where the models of a run are
 _LONGEST_LABEL = 80
@@ -43,13 +48,15 @@ _HEAD = 250  # characters with which each page of ours begins
 class Run:
     """One of several runs: its folder, what tells it from the others, its summary and settings.
 
-    `settings` are those that differ between the runs, as text by dotted key.
+    `settings` are those that differ between the runs, as text by dotted key, and `words` what their
+    command lines have different.
     """
 
     folder: RunFolder
     label: str
     summary: Summary
     settings: Mapping[str, str]
+    words: Mapping[str, str]
 
 
 def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
@@ -58,28 +65,28 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
     Raises:
         FileNotFoundError: if a folder has no summary.
     """
-    configs = _told_apart(folders)
-    keys = (key for config in configs for key in config)
+    summaries, configs = [read_summary(folder) for folder in folders], _told_apart(folders)
+    keys = dict.fromkeys(key for config in configs for key in config)
     rows = {key: [config.get(key, _NOT_SET) for config in configs] for key in keys}
     # Another text with one value is no difference, nor what one text makes of another setting.
     different = [
         k for k, row in rows.items() if all(len({*of}) > 1 for of in zip(*row, strict=True))
     ]
-    runs = []
-    for place, folder in enumerate(folders):
-        settings = {key: rows[key][place][1] for key in different}
-        short = _named(settings.items())
-        parts = folder.path.resolve().parts
-        name = "/".join(parts[-2:]) if folder.name[:1].isdigit() else folder.name
-        label = short if 0 < len(settings) <= 3 and len(short) <= _LONGEST_LABEL else name
-        runs.append(Run(folder, label, read_summary(folder), settings))
-    counts = Counter(run.label for run in runs)  # runs of one label would be one line of the curves
-    common = os.path.commonpath([folder.path.resolve() for folder in folders])
-    places = [folder.path.resolve().relative_to(common).as_posix() for folder in folders]
-    return [
-        replace(run, label=f"{run.label} ({place})") if counts[run.label] > 1 else run
-        for run, place in zip(runs, places, strict=True)
+    settings = [{key: rows[key][n][1] for key in different} for n in range(len(folders))]
+    typed = list(map(_words, folders, summaries))
+    keys = dict.fromkeys(key for own in typed for key in own)
+    spelled = [key for key in keys if len({own.get(key) for own in typed}) > 1]
+    words = [
+        {key: own.get(key) or of.get(key, _NOT_SET[1]) for key in spelled}
+        for own, of in zip(typed, settings, strict=True)
     ]
+    paths = [folder.path.resolve() for folder in folders]
+    labels = [path.relative_to(os.path.commonpath(paths)).as_posix() for path in paths]
+    for of_runs in (words, settings):
+        short = [_named(own.items()) for own in of_runs]  # one label would be one curve
+        is_short = len(of_runs[0]) <= 3 and max(map(len, short)) <= _LONGEST_LABEL
+        labels = short if is_short and len({*short}) == len(short) else labels
+    return list(map(Run, folders, labels, summaries, settings, words))
 
 
 def write_comparison(folders: Sequence[RunFolder], path: Path) -> Path:
@@ -104,18 +111,13 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
         raise ValueError(f"{len(folders)} run given, at least two are needed to compare")
     runs = read_runs(folders)
     stages = ", ".join(dict.fromkeys(run.summary.title for run in runs))
-    columns = [n for n in COLUMNS if any(run.summary.metrics.get(n) is not None for run in runs)]
-    own = [key for key in runs[0].settings if any(run.settings[key] == _NOT_SET[1] for run in runs)]
     body = render(
         "comparison.html",
         runs=runs,
         stages=stages,
-        unfinished=sum(run.summary.status != "completed" for run in runs),
-        shared=[key for key in runs[0].settings if key not in own],
-        own=own,
-        columns={name: quantity(name).label.removeprefix("held-out ") for name in columns},
+        results=[verdict(run.summary) for run in runs],
+        columns=_columns(runs),
         show=show,
-        doubt_of=doubt_of,
         ends=ends,
         paired=paired_with_first(runs),
         chart=_chart(runs),
@@ -123,6 +125,22 @@ def render_comparison(folders: Sequence[RunFolder]) -> str:
     )
     title = f"{len(runs)} runs of {stages}"
     return str(render("page.html", title=title, body=body, footer="rlhf_lightning"))
+
+
+def _columns(runs: Sequence[Run]) -> list[tuple[str, str, str]]:
+    """Return name, title of the only stage, or "", and label of each figure that a run has."""
+    found = []
+    for name in COLUMNS:
+        measured = [run.summary for run in runs if run.summary.metrics.get(name) is not None]
+        titles = dict.fromkeys(_only_of(name, summary) for summary in measured)
+        label = quantity(name).label.removeprefix("held-out ")
+        found += [(name, t, f"{label}, {t}" if len(titles) > 1 else label) for t in titles]
+    return found
+
+
+def _only_of(name: str, summary: Summary) -> str:
+    """Return the title of the runs that a metric may be compared with; "" of all."""
+    return summary.title if _OF_A_STAGE.search(name) else ""
 
 
 def paired_with_first(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -183,16 +201,21 @@ def curves_of(runs: Sequence[Run]) -> list[Figure]:
         groups.setdefault(others if "seed" in run.settings else run.label, []).append(run)
     labels = {run.label: "" for run in runs}
     for others, group in groups.items():
-        own = others if len(others) <= _LONGEST_LABEL else group[0].label
-        several = f"{own or 'all runs'}, {len(group)} seeds"
+        short = others if len(others) <= _LONGEST_LABEL else group[0].label
+        several = f"{short or 'all runs'}, {len(group)} seeds"
         labels[group[0].label] = group[0].label if len(group) == 1 else several
     lines = {g[0].label: [read_metrics(run.folder.metrics) for run in g] for g in groups.values()}
-    every = (name for group in lines.values() for rows in group for row in rows for name in row)
+    stages = {group[0].label: group[0].summary for group in groups.values()}
+    own = []
+    for key, of in stages.items():
+        names = dict.fromkeys(name for rows in lines[key] for row in rows for name in row)
+        own.append([(name, _only_of(name, of)) for name in looked_at_first(names)])
     found = []
-    for name in looked_at_first(dict.fromkeys(every))[:NUM_CURVES]:
-        series = [
-            _line(key, [_points(rows, name) for rows in lines.get(key, ())]) for key in labels
-        ]
+    # Each stage has its turn.
+    turns = dict.fromkeys(each for turn in zip_longest(*own) for each in turn if each)
+    for name, title in [*turns][:NUM_CURVES]:
+        shown = {k: lines[k] for k, of in stages.items() if title in ("", of.title)}
+        series = [_line(k, [_points(rows, name) for rows in shown.get(k, ())]) for k in labels]
         about = quantity(name)
         if chart := line_chart(about.label, series, unit=about.unit, band=about.healthy):
             legends = [labels[one.label] if one.points else "" for one in series]
@@ -236,6 +259,14 @@ def _settings_of(folder: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
     places = {key: str(paths[key]).replace(beside, "../") for key in _MODELS if paths.get(key)}
     names = {key: without_folders(place) for key, place in places.items()}
     return own | {"paths": places}, shown | {"paths": names}
+
+
+def _words(folder: RunFolder, summary: Summary) -> dict[str, str]:
+    """Return what a command line says by its keys, EXPERIMENT MODEL FILE included."""
+    words = shlex.split(summary.about.get("command", ""))[1:] or saved_words(folder)
+    plain = [word for word in words if "=" not in word and not word.startswith("--")]
+    named = zip(("experiment", "model", "file", "reward"), plain, strict=False)
+    return {**dict(named), **dict(w.lstrip("+").split("=", 1) for w in words if "=" in w)}
 
 
 def _named(settings: Iterable[tuple[str, str]]) -> str:

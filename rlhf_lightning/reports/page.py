@@ -25,16 +25,10 @@ from rlhf_lightning.runs.reading import read_yaml
 from rlhf_lightning.runs.summary import Summary, read_summary
 from rlhf_lightning.runs.verdict import pairs_of, verdict
 
-_STATUS_TONE = {"completed": "good", "failed": "bad"}
 _STAGE_OF_A_PIPELINE = re.compile(r"round_[1-9]\d*/[a-z][a-z0-9_]*")
 # Of `seconds` of a summary, what is outside of the iterations.
-_PHASES = {
-    "setup": "loading",
-    "measure": "final evaluation",
-    "export": "exporting",
-    "answers": "answering",
-    "judges": "judging",
-}
+_PHASES = {"setup": "loading", "measure": "final evaluation", "export": "exporting"}
+_PHASES |= {"answers": "answering", "judges": "judging"}
 _MAX_PARTS, _LEAST_SHARE = 6, 0.005
 
 
@@ -46,7 +40,7 @@ def write_report(folder: RunFolder) -> Path:
     the run has written nothing is left out.
 
     Raises:
-        FileNotFoundError: if the folder holds neither a summary nor metrics.
+        FileNotFoundError: if the folder has no summary.
     """
     write_text(folder.report, render_report(folder))
     return folder.report
@@ -54,35 +48,31 @@ def write_report(folder: RunFolder) -> Path:
 
 def render_report(folder: RunFolder) -> str:
     """Return the page as text; see `write_report`."""
-    rows = read_metrics(folder.metrics)
-    summary = read_summary(folder) if folder.summary.is_file() else None
-    if summary is None and not rows:
-        raise FileNotFoundError(f"{folder.path}: give a run, such as outputs/ppo/<date>_<time>")
-    judged = summary is None or summary.judged
-    metrics = summary.metrics if summary is not None and judged else {}
+    summary, rows = read_summary(folder), read_metrics(folder.metrics)
+    metrics = summary.metrics if summary.judged else {}
     lines = read_samples(folder.distributions)
     shown = pictures(rows, metrics, lines)
-    if summary is None and shown.headline:  # which has no number to stand beside
-        shown.curves.insert(0, shown.headline)
     chain = chain_section(folder, summary)
     parts: list[str] = [_verdict(summary, folder, shown, chain), _trained(summary, rows)]
     if chain:  # the page of its last stage has the figures that the pipeline takes from it
         parts += [chain, sections.rounds_section(metrics, stages_of(summary))]
     else:
         parts += [
-            render("gates.html", gates=summary.gates if summary else ()),
+            render("gates.html", gates=summary.gates),
             doctor_section(doctor_log.read_events(folder.doctor)),
             render("figures.html", shown=shown, trained=bool(rows)),
             sections.pairs_section(lines),
             render("curves.html", shown=shown, rows=rows),
-            sections.overoptimization_section(rows, _of_the_way(metrics, lines)) if judged else "",
+            sections.overoptimization_section(rows, _of_the_way(metrics, lines))
+            if summary.judged
+            else "",
             render("best_of.html", charts=shown.best_of),
             sections.domains_section(metrics),
             sections.samples_section(read_samples(folder.samples)),
         ]
-    parts.append(_times(rows, {} if summary is None else summary.seconds))
+    parts.append(_times(rows, summary.seconds))
     body = Markup().join([*parts, _settings(summary, folder)])
-    title = f"{'' if summary is None else summary.title} {folder.name}".strip()
+    title = f"{summary.title} {folder.name}"
     # Only the end of the path: a report is sent around, and the rest names people and machines.
     footer = f"rlhf_lightning · {'/'.join(folder.path.resolve().parts[-3:])}"
     return str(render("page.html", title=title, body=body, footer=footer))
@@ -125,13 +115,13 @@ def pictures(rows: Rows, metrics: sections.Metrics, lines: sections.Lines) -> Pi
     return Pictures(headline, answers, of, best_of, *shown)
 
 
-def stages_of(summary: Summary | None) -> list[str]:
+def stages_of(summary: Summary) -> list[str]:
     """Return the `round_<k>/<stage>` of a pipeline in their order; none of any other run."""
-    named = "" if summary is None else summary.about.get("stages", "")
-    return [name for name in named.split(", ") if _STAGE_OF_A_PIPELINE.fullmatch(name)]
+    named = summary.about.get("stages", "").split(", ")
+    return [name for name in named if _STAGE_OF_A_PIPELINE.fullmatch(name)]
 
 
-def chain_section(folder: RunFolder, summary: Summary | None) -> str:
+def chain_section(folder: RunFolder, summary: Summary) -> str:
     """Return the stages that the summary of a pipeline names; "" of any other run."""
     cards: list[dict[str, Any]] = []
     begun = ""
@@ -155,10 +145,8 @@ def chain_section(folder: RunFolder, summary: Summary | None) -> str:
     return render("chain.html", cards=cards) if cards else ""
 
 
-def _verdict(summary: Summary | None, folder: RunFolder, shown: Pictures, chain: str) -> Markup:
+def _verdict(summary: Summary, folder: RunFolder, shown: Pictures, chain: str) -> Markup:
     """Return the top of the page; with a `chain` of stages below it, these name failed gates."""
-    if summary is None:
-        return Markup("<header><h1>{}</h1></header>").format(folder.name)
     short = replace(summary, gates=(), cause=None) if chain else summary
     return render(
         "verdict.html",
@@ -166,9 +154,6 @@ def _verdict(summary: Summary | None, folder: RunFolder, shown: Pictures, chain:
         result=verdict(short),
         stage=summary.title,
         name=folder.name,
-        tone=_STATUS_TONE.get(summary.status, "neutral"),
-        failed=sum(not gate.passed for gate in summary.gates),
-        passed=sum(gate.word == "passed" for gate in summary.gates),
         picture=shown.headline,
         next=summary.cause if chain and summary.cause else next_step(summary, folder),
     )
@@ -200,9 +185,9 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
     return summary.next or "Read the samples."
 
 
-def _trained(summary: Summary | None, rows: Sequence[Mapping[str, float]]) -> Markup:
+def _trained(summary: Summary, rows: Sequence[Mapping[str, float]]) -> Markup:
     """Return from what, on what, against what and on how many prompts; "" where nobody said it."""
-    if summary is None or not summary.about:
+    if not summary.about:
         return Markup()
     facts = dict(summary.about)
     if rows:
@@ -257,27 +242,21 @@ def _times(rows: Sequence[Mapping[str, float]], seconds: Mapping[str, float]) ->
     return render("times.html", whole=whole, parts=told)
 
 
-def _settings(summary: Summary | None, folder: RunFolder) -> str:
+def _settings(summary: Summary, folder: RunFolder) -> str:
     """Return what the user has set, seed, versions and commit, and the configuration.
 
     The configuration is folded, without interpolations and without its secrets.
     """
-    facts: dict[str, object] = {}
-    if summary is not None:
-        facts = {
-            "seed": summary.seed,
-            "commit": (summary.git_commit or "")[:12],
-            "configuration": summary.config_hash,
-            "versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()),
-        }
+    facts = {
+        "seed": summary.seed,
+        "commit": (summary.git_commit or "")[:12],
+        "configuration": summary.config_hash,
+        "versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()),
+    }
     facts = {name: value for name, value in facts.items() if value not in (None, "")}
-    words = _saved(folder.config.with_name("overrides.yaml")) or ()
-    words = public_words([str(word) for word in words])
-    whole = ""
-    if config := saved_config(folder):
-        whole = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).strip()
-    if not (facts or whole or words):
-        return ""
+    words = [] if "command" in summary.about else saved_words(folder)
+    config = saved_config(folder)
+    whole = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).strip() if config else ""
     return render("settings.html", facts=facts, words=words, whole=whole)
 
 
@@ -293,6 +272,12 @@ def saved_config(folder: RunFolder, *, public: bool = True) -> dict[str, Any]:
     if not isinstance(content, dict):
         return {}
     return public_config(content, content) if public else content
+
+
+def saved_words(folder: RunFolder) -> list[str]:
+    """Return the overrides of a run's command line, without secrets and folders."""
+    words = _saved(folder.config.with_name("overrides.yaml")) or ()
+    return public_words([str(word) for word in words])
 
 
 def _saved(file: Path) -> Any:

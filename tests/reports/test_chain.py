@@ -22,9 +22,8 @@ def pipeline(folder: Path) -> RunFolder:
     for make, name in ((fake_sft_run, "sft"), (fake_reward_run, "reward")):
         stage = make(folder / "round_1" / name, 20)
         gates = (missed,) if name == "reward" else ()
-        write_summary(
-            stage, replace(read_summary(stage), gates=gates, about={"data": f"of {name}"})
-        )
+        about = {"data": f"of {name}"}
+        write_summary(stage, replace(read_summary(stage), gates=gates, about=about))
         write_report(stage)
     run = RunFolder(folder)
     summary = Summary(

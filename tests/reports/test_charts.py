@@ -5,17 +5,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from rlhf_lightning.reports.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Series,
-    line_chart,
-    points_of,
-)
+from rlhf_lightning.reports import charts
+from rlhf_lightning.reports.charts import Series, line_chart, points_of
 
 
 def drawn(svg: str) -> list[list[tuple[float, float]]]:
@@ -28,11 +19,11 @@ def test_a_rising_curve_rises_and_spans_the_width():
     (line,) = drawn(svg)
     assert ">iteration</text>" in svg, "an axis says what it shows"
     xs, ys = zip(*line, strict=True)
-    assert xs[0] == LEFT
-    assert xs[-1] == WIDTH - RIGHT
+    assert xs[0] == charts.LEFT
+    assert xs[-1] == charts.WIDTH - charts.RIGHT
     assert xs[1] == pytest.approx((xs[0] + xs[-1]) / 2, abs=0.1)
     assert ys[0] > ys[1] > ys[2], "y grows downwards in SVG"
-    assert all(TOP <= y <= HEIGHT - BOTTOM for y in ys)
+    assert all(charts.TOP <= y <= charts.HEIGHT - charts.BOTTOM for y in ys)
     assert (ys[1] - ys[2]) / (ys[0] - ys[1]) == pytest.approx(3, rel=0.02)
 
 

@@ -9,9 +9,9 @@ from selenium.webdriver import Chrome
 
 from rlhf_lightning.app.report import run
 from rlhf_lightning.reports.compare import curves_of, read_runs, render_comparison, write_comparison
-from rlhf_lightning.runs.folder import RunFolder, SamplesAppender
+from rlhf_lightning.runs.folder import MetricsAppender, RunFolder, SamplesAppender
 from rlhf_lightning.runs.summary import read_summary, write_summary
-from tests.builders.run_folders import fake_ppo_run, fake_reward_run
+from tests.builders.run_folders import fake_ppo_run, fake_reward_run, fake_sft_run
 from tests.evaluation.test_comparisons import values_of_run
 
 
@@ -33,12 +33,12 @@ def sweep(folder: Path) -> list[RunFolder]:
 def test_the_page_has_what_differs_and_a_mark_a_run_and_needs_no_network(tmp_path):
     folders = sweep(tmp_path)
     page = render_comparison(folders)
-    parts = ("4 runs of", "What differs<", "Runs<", "Curves<", "Win rate against KL")
+    parts = ("4 runs of", "Result<", "Figures<", "What differs<", "Curves<", "Win rate against KL")
     places = [page.index(part) for part in parts]
     assert places == sorted(places)
     assert "module.ppo.kl_coef" in page
     assert "kl_coef=0.05" in page  # a label
-    assert page.count("completed. Too few steps. · 1 min 37 s") == 4
+    assert page.count("· completed · 1 min 37 s") == page.count("Too few steps.") == 4
     assert "/home/me" not in page
     assert not re.search(r"(https?:)?//[a-z]|url\(|<script|<img|<link", page, re.I)
 
@@ -53,7 +53,7 @@ def test_the_command_writes_each_report_and_one_comparison_beside_the_runs(tmp_p
     assert run([tmp_path / "0"]) == [tmp_path / "0" / "report.html"]
     elsewhere = run([tmp_path / "0", tmp_path / "1"], tmp_path / "both.html")
     assert elsewhere[-1] == tmp_path / "both.html"
-    with pytest.raises(FileNotFoundError, match="runs are in outputs/"):
+    with pytest.raises(FileNotFoundError, match="is no run folder"):
         run([tmp_path / "0" / ".hydra"])
 
 
@@ -87,11 +87,27 @@ def test_policies_of_the_same_prompts_are_compared_prompt_by_prompt(tmp_path):
     assert "kl_coef=0.2" not in paired, "it has no values by prompt"
 
 
-def test_runs_of_one_name_are_a_line_each_and_no_seeds_of_one(tmp_path):
-    folders = [fake_ppo_run(tmp_path / name / "ppo", 8) for name in ("first", "second")]
+def test_losses_of_different_stages_share_no_column_and_no_chart(tmp_path):
+    folders = [fake_sft_run(tmp_path / "sft", 8), fake_reward_run(tmp_path / "reward", 8)]
+    summary = read_summary(folders[1])
+    write_summary(folders[1], replace(summary, metrics={**summary.metrics, "val/loss": 0.3}))
+    MetricsAppender(folders[1].metrics).append(9, {"val/loss": 0.3})
+    page = render_comparison(folders)
+    assert ">loss, Supervised fine-tuning</th>" in page
+    assert ">loss, Reward model</th>" in page
+    figures = curves_of(read_runs(folders))
+    assert {figure.code for figure in figures} >= {"sft/loss", "reward/accuracy", "val/loss"}
+    assert all(sum(map(bool, figure.legends)) == 1 for figure in figures)
+
+
+def test_command_lines_tell_runs_apart_in_the_words_of_the_user(tmp_path):
+    folders = [fake_ppo_run(tmp_path / name, 8) for name in ("a", "b")]
+    for folder, rest in zip(folders, ("data.batch_size=8", "--reward r.py:f"), strict=True):
+        command = f"rlhf-train grpo {folder.name} my.jsonl {rest}"
+        write_summary(folder, replace(read_summary(folder), about={"command": command}))
     one, other = read_runs(folders)
-    assert (one.label, other.label) == ("ppo (first/ppo)", "ppo (second/ppo)")
-    assert all(len(figure.legends) == 2 for figure in curves_of([one, other]))
+    assert one.words == {"model": "a", "data.batch_size": "8", "reward": "not set"}
+    assert other.words == {"model": "b", "data.batch_size": "not set", "reward": "r.py:f"}
 
 
 def test_runs_on_models_in_folders_of_one_name_are_no_seeds_of_one(tmp_path):

@@ -50,16 +50,9 @@ def test_the_verdict_comes_first_with_its_interval_and_the_gates_with_their_reas
     path = write_report(fake_ppo_run(tmp_path / "run"))
     assert path.name == "report.html"
     outline = Outline(path.read_text())
-    order = [
-        "81.2 %",
-        "77.1 to 84.8 %",
-        "The policy answers better than",
-        "-0.02 → 1.41",
-        "✓ passed",
-    ]
-    places = [
-        outline.text.index(part) for part in [*order, "Curves", "Samples", "Time", "Settings"]
-    ]
+    order = ["81.2 %", "77.1 to 84.8 %", "The policy answers better than", "-0.02 → 1.41"]
+    order += ["✓ passed", "Curves", "Samples", "Time", "Settings"]
+    places = [outline.text.index(part) for part in order]
     assert places == sorted(places)
     assert outline.text.count("✓ passed") == 2
     assert outline.text.count("✗ failed") == 1
@@ -91,16 +84,9 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path):
     folder = fake_ppo_run(tmp_path / "run", 5)
     summary = read_summary(folder)
     gate = GateResult(HOSTILE, 1.0, 2.0, False, HOSTILE)
-    write_summary(
-        folder,
-        replace(
-            summary,
-            gates=(gate,),
-            versions={HOSTILE: HOSTILE},
-            git_commit=HOSTILE,
-            metrics={**summary.metrics, HOSTILE: 1.0},
-        ),
-    )
+    texts = {"gates": (gate,), "versions": {HOSTILE: HOSTILE}, "git_commit": HOSTILE}
+    metrics = {**summary.metrics, HOSTILE: 1.0}
+    write_summary(folder, replace(summary, metrics=metrics, **texts))
     MetricsAppender(folder.metrics).append(6, {f"ppo/{HOSTILE}": 1.0})
     for extra in ({}, {"baseline_response": HOSTILE}):
         sample = {"prompt": HOSTILE, "response": HOSTILE, "domain": HOSTILE, "score": HOSTILE}
@@ -129,15 +115,12 @@ def test_secrets_of_the_configuration_are_hidden_and_nothing_else(tmp_path):
 
 def test_a_run_that_has_only_begun_has_a_report_too(tmp_path):
     folder = RunFolder(tmp_path / "run")
-    with pytest.raises(FileNotFoundError, match="outputs/ppo"):
+    with pytest.raises(FileNotFoundError, match=r"summary\.json is missing"):
         write_report(folder)
     write_summary(folder, Summary("ppo", "running", 1))
     assert "resume=auto continues it" in Outline(render_report(folder)).text
     MetricsAppender(folder.metrics).append(1, {"rollout/score": float("nan")})
     assert "Curves" not in Outline(render_report(folder)).text
-    folder.summary.unlink()
-    MetricsAppender(folder.metrics).append(2, {"rollout/score": 0.5})
-    assert "Curves" in Outline(render_report(folder)).text
 
 
 @pytest.mark.parametrize("iteration", [5, 0])  # of the policy; 0 says: against any baseline
