@@ -251,10 +251,10 @@ def split_files(folder: Path) -> tuple[list[Path], list[Path]]:
 
     def of(name: str) -> list[Path]:
         found = [path for path, stem in stems.items() if re.fullmatch(name + _SHARD, stem)]
-        shards = {extension(path) if "-of-" in path.name else path.name for path in found}
+        shards = {extension(path) if "-of-" in path.name else path for path in found}
         counts = {int(count) for path in found for count in re.findall(r"-of-(\d+)", path.name)}
         if len(shards) > 1 or counts - {len(found)}:
-            listed = ", ".join(path.name for path in found[:8])
+            listed = ", ".join(str(path.relative_to(folder)) for path in found[:8])
             text = f"these {len(found)} files are not the shards of one set: {listed}"
             raise BadRecordError(where, text, "give all of them alone, or the file that is meant")
         return found

@@ -48,10 +48,8 @@ def test_texts_are_utf_8_with_or_without_a_mark_and_perhaps_compressed(tmp_path,
 
 
 def test_a_parquet_file_holds_conversations_and_nulls(tmp_path):
-    rows = [
-        {"prompt": [{"role": "user", "content": "hi"}], "domain": None},
-        {"prompt": [{"role": "user", "content": "ho"}], "domain": "d"},
-    ]
+    asked = (("hi", None), ("ho", "d"))
+    rows = [{"prompt": [{"role": "user", "content": t}], "domain": d} for t, d in asked]
     path = write(tmp_path / "prompts.parquet", rows)
     records = FileSource(path, validation_fraction=0).records("prompts", "train")
     assert [(r.prompt[0]["content"], r.domain) for r in records] == [("hi", ""), ("ho", "d")]
@@ -132,12 +130,14 @@ def test_the_files_of_a_split_are_those_of_its_name(tmp_path, names, train, vali
     [
         (["pairs.jsonl"], "no train file.*pairs.jsonl"),
         (["train.csv", "train.jsonl"], "not the shards of one set: train.csv, train.jsonl"),
+        (["train.csv", "data/train.csv"], "shards of one set: data/train.csv, train.csv"),
         (["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"], "these 2 files.*of-00003"),
         (["dataset_dict.json"], "save_to_disk.*load_from_disk.*to_parquet"),
         (["state.json", "data-00000-of-00001.arrow"], "save_to_disk"),
     ],
 )
 def test_a_folder_whose_training_files_are_not_told_is_refused(tmp_path, names, message):
+    (tmp_path / "data").mkdir()
     for name in names:
         (tmp_path / name).touch()
     with pytest.raises(BadRecordError, match=message):
