@@ -416,7 +416,9 @@ def with_fixed_date(template: str, date: str = DATE) -> str:
         day = datetime.strptime(date, "%d %b %Y")
     except ValueError:
         raise ValueError(f"date_string={date!r} is no date: write it as {DATE!r}") from None
-    codes = "".join(f" | replace('{code}', '{day.strftime(code)}')" for code in _CODES)
+    formats = re.findall(r"strftime_now\(\s*['\"]([^'\"]*)", template)
+    named = dict.fromkeys((*_CODES, *re.findall(r"%-?[A-Za-z]", "".join(formats))))
+    codes = "".join(f" | replace('{code}', '{day.strftime(code)}')" for code in named)
     return (
         f"{{%- set date_string = {json.dumps(date)} %}}"
         f"{{%- macro strftime_now(format) %}}{{{{ format{codes} }}}}{{% endmacro %}}{template}"
