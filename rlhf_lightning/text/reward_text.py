@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_lightning.text.decode import Completion
 from rlhf_lightning.text.messages import THOUGHT
 from rlhf_lightning.text.render import ChatTemplateError, first_stop, parts_missing, write_chat
-from rlhf_lightning.text.tokens import ControlTokens
+from rlhf_lightning.text.tokens import TextEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,10 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer: Any = tokenizer
         self._told = False
-        self._control = ControlTokens(tokenizer)
+        encoder = TextEncoder(tokenizer)
+        self._control = encoder.control
+        # What is put in front of a text, such as BOS: a rendered prompt may spell it itself.
+        self._front = "".join(self.tokenizer.convert_ids_to_tokens(encoder.front))
 
     def encode(self, *parts: str, add_special_tokens: bool = False) -> tuple[Any, int]:
         """Return the encoding of the parts as one text, and the length of the first part."""
@@ -62,10 +65,9 @@ class Renderer:
         before, found, after = other.partition(_PLACEHOLDER)
         fits = found and len(before) + len(after) <= len(full)
         if not (fits and full.startswith(before) and full.endswith(after)):
-            told = (
-                f"the response between {before[-40:]!r} and {after[:40]!r}: it made {full[-80:]!r}"
-            )
-            raise ValueError(f"the reward model's chat template does not write {told}; {_OTHER}")
+            told = f"write the response between {before[-40:]!r} and {after[:40]!r}"
+            made = f"it made {full[-80:]!r}; {_OTHER}"
+            raise ValueError(f"the reward model's chat template does not {told}: {made}")
         if not self._told:
             # A reward model may be blind to thoughts.
             others = [{k: v for k, v in message.items() if k != THOUGHT} for message in turns]
@@ -83,7 +85,8 @@ class Renderer:
             ValueError: if a conversation meets no chat template.
         """
         if row.messages is None:
-            return row.prompt if row.rendered else self._control.disarmed(row.prompt)
+            bare = row.prompt.removeprefix(self._front)
+            return bare if row.rendered else self._control.disarmed(row.prompt)
         return self._write(self._turns(row), self._control.disarmed(row.variables))
 
     def response(self, row: Completion) -> str:

@@ -205,13 +205,13 @@ def test_a_classifier_reads_no_special_tokens_that_a_text_spells(input_format):
 
 def test_of_a_rendered_prompt_special_tokens_are_tokens():
     tokenizer = byte_tokenizer(template=CHATML)
-    record = PromptRecord(OPENED, "", {}, True)
-    batch = PromptCollator(0)([(encode_prompt(record, tokenizer, max_length=200), 0)])
-    columns = {name: column for name, column in batch.columns.items() if name != "prompt"}
-    (row,) = response_texts_of(text_answers(batch.columns["prompt"], ["so"], **columns))
-    assert (row.messages, row.rendered) == (None, True)
-    expected = tokenizer(f"{OPENED}so{EOS}")["input_ids"]
-    assert LastTokenInputs(Renderer(tokenizer), "eos", None)(row).ids == expected
+    records = [PromptRecord(text, "", {}, True) for text in (OPENED, f"<s>{OPENED}")]
+    rows = [(encode_prompt(record, tokenizer, max_length=200), 0) for record in records]
+    columns = dict(PromptCollator(0)(rows).columns)
+    prompts, expected = columns.pop("prompt"), tokenizer(f"{OPENED}so{EOS}")["input_ids"]
+    for row in response_texts_of(text_answers(prompts, ["so", "so"], **columns)):
+        assert (row.messages, row.rendered) == (None, True)
+        assert LastTokenInputs(Renderer(tokenizer), "eos", None)(row).ids == expected
 
 
 @pytest.mark.parametrize(
