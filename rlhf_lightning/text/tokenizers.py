@@ -247,8 +247,6 @@ def check_same_tokenizer(
 
 def tokenizer_difference(tokenizer: Any, other: Any) -> str | None:
     """Return in words what gives records other tokens, or responses another end; None if equal."""
-    if tokenizer is other:
-        return None
     if tokenizer.get_vocab() != other.get_vocab():
         return "other tokens"
     if tokenizer.eos_token_id != other.eos_token_id:

@@ -73,8 +73,7 @@ class ControlTokens:
         """Note their spellings."""
         end = turn_end(tokenizer)
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-        special += tokenizer.all_special_tokens
-        special += [] if end is None else [end.token]
+        special += [*tokenizer.all_special_tokens, *(() if end is None else (end.token,))]
         self.contents = tuple(token for token in dict.fromkeys(special) if not but(token))
         self._pattern = any_of(self.contents)
 
@@ -89,8 +88,7 @@ class ControlTokens:
             return self._pattern.sub(lambda found: f"{found[0][:1]} {found[0][1:]}", value)
         if isinstance(value, Mapping):
             return {key: self.disarmed(each) for key, each in value.items()}
-        is_list = isinstance(value, list | tuple)
-        return type(value)(self.disarmed(each) for each in value) if is_list else value
+        return type(value)(map(self.disarmed, value)) if isinstance(value, list | tuple) else value
 
 
 def _texts(value: Any) -> Iterator[str]:
