@@ -30,7 +30,9 @@ from rlhf_lightning import (
     SFTModule,
 )
 from rlhf_lightning.functional.surrogates import ClippedRatio
+from rlhf_lightning.rollout.scorers.base import RewardModelScorer
 from tests.builders.library_runs import fit_in, rows, samples
+from tests.builders.models import tiny_scalar_model
 from tests.builders.record_files import write_material
 
 PPO = PPOHparams(learning_rate=1e-3, value_learning_rate=1e-3, num_minibatches=2, num_ppo_epochs=1)
@@ -122,6 +124,14 @@ def test_data_that_do_not_fit_the_module_are_refused(make, said, material, tmp_p
     module = ppo(material)
     with pytest.raises((TypeError, ValueError), match=said):
         plain_trainer(tmp_path).fit(module, make(material, module.tokenizer))
+
+
+def test_rows_beyond_the_context_of_a_reward_model_are_refused(material, tmp_path):
+    reward = tiny_scalar_model("llama")
+    reward.trunk.config.max_position_embeddings = 8
+    module = PPOModule.from_pretrained(material["policy"], RewardModelScorer(lambda: reward))
+    with pytest.raises(ValueError, match=r"more than the 8 .* reads: lower PromptData"):
+        plain_trainer(tmp_path).fit(module, too_long(material, module.tokenizer))
 
 
 def test_a_second_fit_that_would_repeat_the_noise_of_the_first_is_refused(material, tmp_path):

@@ -12,7 +12,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
 from transformers import PreTrainedModel
 
 from rlhf_lightning.batches import RolloutBatch
@@ -20,6 +19,7 @@ from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.collectives import global_sum, whole
 from rlhf_lightning.models.classifiers import max_positions
+from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.text.decode import token_names
 from rlhf_lightning.text.tokenizers import tokenizer_difference
 
@@ -185,11 +185,13 @@ def _check_context(
     asked = {f"{type(data).__name__}.{name}": data.max_length}
     if max_new_tokens is not None:
         asked["SamplingHparams.max_new_tokens"] = max_new_tokens
-    limit = min((limit for model in models if (limit := max_positions(model))), default=None)
-    if limit is not None and sum(asked.values()) > limit:
+    shortest = min(models, key=lambda model: max_positions(model) or math.inf, default=None)
+    limit = shortest and max_positions(shortest)
+    if shortest and limit and sum(asked.values()) > limit:
         raise ValueError(
             f"{' + '.join(f'{key}={value}' for key, value in asked.items())} tokens are more than "
-            f"the model's context of {limit} (max_position_embeddings): lower {' or '.join(asked)}"
+            f"the {limit} (max_position_embeddings) that {shortest.name_or_path or 'the model'} "
+            f"reads: lower {' or '.join(asked)}"
         )
 
 
@@ -225,11 +227,12 @@ def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
 
 
 def _models(module: L.LightningModule) -> Iterator[PreTrainedModel]:
-    """Yield the models whose weights are trained, or that adapters are trained on."""
-    for name in ("policy", "model", "value"):
-        root = getattr(getattr(module, name, None), "root", None)
-        if isinstance(root, nn.Module):
-            yield from (part for part in root.modules() if isinstance(part, PreTrainedModel))
+    """Yield the models that read the rows, first what is trained; those of texts cut theirs."""
+    trained = [getattr(module, name, None) for name in ("policy", "model", "value")]
+    for model in (*trained, *getattr(module, "frozen_models", ())):
+        if isinstance(model, PolicyModel | ScalarHeadModel):
+            parts = model.root.modules()
+            yield from (part for part in parts if isinstance(part, PreTrainedModel))
 
 
 def check_whole_groups(module: type, group_size: int) -> None:

@@ -21,7 +21,7 @@ from rlhf_lightning.distributed.collectives import agreed_max
 from rlhf_lightning.functional.logprobs import LARGEST
 from rlhf_lightning.models.forward import by_micro_batch, response_statistics
 from rlhf_lightning.models.heads import PolicyModel
-from rlhf_lightning.rollout.scorers.base import Responses, response_texts_of
+from rlhf_lightning.rollout.scorers.base import Responses, check_context, response_texts_of
 from rlhf_lightning.rollout.scorers.hparams import HttpScorerHparams, check_url
 from rlhf_lightning.rollout.scorers.http import ServiceError, ask_service, on_every_rank
 from rlhf_lightning.text.decode import decoded
@@ -101,14 +101,7 @@ class ModelTeacher:
             ValueError: see `TeacherPrompt`, or if its context is shorter than a row.
         """
         read = responses if self.prompt is None else self.prompt.before(responses)
-        longest = getattr(self.model.model.config, "max_position_embeddings", None)
-        if self.prompt is not None and longest is not None:
-            width = agreed_max(int(read.attention_mask.sum(1).max()), read.attention_mask.device)
-            if width > longest:
-                raise ValueError(
-                    f"teacher_prompt makes a row of {width} tokens, and the teacher's context has "
-                    f"{longest}: shorten the template, or leave long rows out of the data"
-                )
+        check_context(self.model.model, read.attention_mask)
 
         def of_rows(rows: Tensor) -> tuple[Tensor, ...]:
             found = response_statistics(

@@ -46,10 +46,7 @@ def test_completions_are_the_actions_as_text_without_special_tokens():
     got = answers()
     assert got.completions == ("w7 w8", "w9 w9 w10")
     assert got.finished.tolist() == [True, False]
-    assert got.attention_mask.tolist() == [
-        [True, True, True, True, True, True, False],
-        [False, False, True, True, True, True, True],
-    ]
+    assert (~got.attention_mask).nonzero().tolist() == [[0, 6], [1, 0], [1, 1]]
 
 
 def test_the_token_that_ended_a_response_is_no_text_of_it_though_it_is_no_special_token():
@@ -92,8 +89,10 @@ def reward_model_scorer(**options) -> tuple[RewardModelScorer, Callable[[], int]
     return RewardModelScorer(load, **options), lambda: len(loads)
 
 
-def test_a_reward_model_is_loaded_once_and_frozen():
+def test_a_reward_model_is_built_once_and_frozen():
     scorer, loads = reward_model_scorer()
+    with pytest.raises(RuntimeError, match=r"build\(\)"):
+        scorer(answers())
     (model,) = scorer.build()
     assert scorer.build() == [model]
     assert loads() == 1
@@ -103,7 +102,7 @@ def test_a_reward_model_is_loaded_once_and_frozen():
     assert combined.build() == [model]
 
 
-def test_a_reward_model_reads_the_last_token_of_each_answer_padding_or_not():
+def test_a_reward_model_reads_the_last_token_of_each_answer_in_its_context_padding_or_not():
     scorer, _ = reward_model_scorer(micro_batch_size=1)
     (model,) = scorer.build()
     got = scorer(answers()).total
@@ -113,9 +112,6 @@ def test_a_reward_model_reads_the_last_token_of_each_answer_padding_or_not():
         torch.testing.assert_close(got[row], expected, rtol=0, atol=1e-5)
     same_ids = responses_of(prompt_batch(ROWS, pad=EOS, width=5), RESPONSES, pad=EOS)
     assert torch.equal(scorer(same_ids).total, got)
-
-
-def test_a_reward_model_that_was_not_built_is_an_error():
-    scorer, _ = reward_model_scorer()
-    with pytest.raises(RuntimeError, match=r"build\(\)"):
+    model.trunk.config.max_position_embeddings = 5
+    with pytest.raises(ValueError, match="a row has 6 tokens, and LlamaModel reads 5"):
         scorer(answers())

@@ -81,16 +81,10 @@ def conversation(tokenizer: Any, *rows: PromptRecord) -> Responses:
 @pytest.mark.parametrize("family", ["chatml", "gemma", "phi 3"])
 def test_of_a_conversation_the_last_message_is_replaced_and_the_rest_stays(family):
     tokenizer = family_tokenizer(family)
-    turns = [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "yes?"},
-        {"role": "user", "content": "2 + 3 {a}"},
-    ]
-    rows = conversation(
-        tokenizer,
-        PromptRecord(tuple(turns), columns={"worked": 5}),
-        PromptRecord(tuple(turns[:1]), columns={"worked": "text"}),
-    )
+    said = (("user", "hello"), ("assistant", "yes?"), ("user", "2 + 3 {a}"))
+    turns = [{"role": role, "content": text} for role, text in said]
+    own = [PromptRecord(tuple(turns[:n]), columns={"worked": w}) for n, w in ((3, 5), (1, "text"))]
+    rows = conversation(tokenizer, *own)
     read = TeacherPrompt("{prompt}\nIt is {worked}.", tokenizer).before(rows)
     wanted = [
         [*turns[:2], {"role": "user", "content": "2 + 3 {a}\nIt is 5."}],
@@ -114,10 +108,9 @@ def test_of_a_conversation_the_last_message_is_replaced_and_the_rest_stays(famil
     ],
 )
 def test_a_prompt_without_the_text_that_a_teacher_is_to_read_is_an_error(template, problem):
-    given = TeacherPrompt(template, tiny_tokenizer())
     columns = {"empty": ["w3", None, "w4"]} if "empty" in template else {}
     with pytest.raises(ValueError, match=problem):
-        given.before(answers(**columns))
+        TeacherPrompt(template, tiny_tokenizer()).before(answers(**columns))
 
 
 @pytest.mark.parametrize("template", ["think first", "{", "{a.b}", "{0}", ""])
@@ -130,8 +123,11 @@ def test_a_prompt_beyond_the_context_of_the_teacher_is_an_error():
     model = frozen(tiny_policy("llama", max_position_embeddings=16))
     teacher = ModelTeacher(model, TeacherPrompt("{prompt} {hint}", tiny_tokenizer()))
     assert teacher(answers(), **PLAIN).logprobs.all(1)[0]
-    with pytest.raises(ValueError, match="makes a row of 29 tokens, and the teacher's context"):
+    with pytest.raises(ValueError, match="a row has 29 tokens, and LlamaForCausalLM reads 16"):
         teacher(answers(hint=["w3", "w3 " * 26, "w3"]), **PLAIN)
+    model.model.config.max_position_embeddings = 8
+    with pytest.raises(ValueError, match="a row has 9 tokens, and LlamaForCausalLM reads 8"):
+        ModelTeacher(model)(answers(), **PLAIN)
 
 
 @pytest.mark.parametrize("end", ["", "/v1/"])

@@ -35,8 +35,7 @@ def saved(folder, template):
     [(LLAMA, "Today Date: 26 Jul 2024\n"), (DIRECT, "26-July-2024 26 2024 ")],
 )
 def test_a_template_that_writes_the_date_writes_one_that_stays(tmp_path, template, front):
-    build = build_tokenizer(template=template)
-    assert str(date.today().year) in write_chat(ASKED, build), "a premise: it writes today's"
+    assert str(date.today().year) in write_chat(ASKED, build_tokenizer(template=template))
     for load in (load_tokenizer, lambda folder: as_saved(str(folder), loading_options(folder))):
         tokenizer = load(saved(tmp_path / "hub", template))
         assert write_chat(ASKED, tokenizer).startswith(front + "<|im_start|>")
@@ -47,9 +46,8 @@ def test_a_template_that_writes_the_date_writes_one_that_stays(tmp_path, templat
     [(LLAMA, "Today Date: 3 May 2025\n"), (DIRECT, "03-May-2025 3 2025 ")],
 )
 def test_the_date_may_be_another_and_stays_with_the_exported_tokenizer(tmp_path, template, front):
-    folder = saved(tmp_path / "hub", template)
     arguments = {"date_string": "3 May 2025", "enable_thinking": False}
-    tokenizer = load_tokenizer(folder, chat_template_arguments=arguments)
+    tokenizer = load_tokenizer(saved(tmp_path / "hub", template), chat_template_arguments=arguments)
     tokenizer.save_pretrained(tmp_path / "sft")
     for given in (None, arguments, {"enable_thinking": False}):
         later = load_tokenizer(tmp_path / "sft", chat_template_arguments=given)

@@ -19,12 +19,13 @@ from typing import Annotated, Any, NamedTuple, Protocol, Self
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import CodeName, Count, Name, PathOrName, checked
 from rlhf_lightning.batches import FINISHED_BY_STOP, Generation, PromptBatch
 from rlhf_lightning.distributed.collectives import agreed_max, world_size
 from rlhf_lightning.models.building import place_on_ranks
+from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.forward import ResponseRows, by_micro_batch, sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
 from rlhf_lightning.rollout.scorers.functions import error_line, load_function
@@ -184,6 +185,24 @@ def reward_of(scorer: Scorer | None) -> Scorer | None:
     return scorer if getattr(scorer, "is_reward", True) else None
 
 
+def check_context(model: PreTrainedModel, attention_mask: Tensor) -> None:
+    """Check that a frozen model has positions for the longest row of all ranks.
+
+    Args:
+        model: reward model or teacher.
+        attention_mask: `[B, T]` bool of this rank's rows.
+
+    Raises:
+        ValueError: if it has not: with rotary positions it would go on, and be wrong.
+    """
+    width, limit = int(attention_mask.sum(1).max()), max_positions(model)
+    if limit is not None and (width := agreed_max(width, attention_mask.device)) > limit:
+        raise ValueError(
+            f"a row has {width} tokens, and {model.name_or_path or type(model).__name__} reads "
+            f"{limit} (max_position_embeddings): shorten prompts, or lower max_new_tokens"
+        )
+
+
 class RewardModelScorer:
     """A reward model that shares the policy's tokenizer, read at each response's last token.
 
@@ -242,6 +261,7 @@ class RewardModelScorer:
         if model is None:
             raise RuntimeError(f"{type(self).__name__}.build() was not called")
         ids, mask = responses.sequences, responses.attention_mask
+        check_context(model.trunk, mask)
         (total,) = by_micro_batch(
             lambda rows: (sequence_scores(model, ids[rows], mask[rows]),),
             mask,
