@@ -113,10 +113,8 @@ def check_module(module: L.LightningModule) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+    if isinstance(value, Mapping | list | tuple):
+        return all(map(_is_plain, value.values() if isinstance(value, Mapping) else value))
     return value is None or isinstance(value, str | int | float | torch.dtype | torch.Tensor)
 
 

@@ -317,9 +317,7 @@ class FunctionScorer(ModelFree):
     @checked
     def __init__(self, function: RewardFunction | CodeName, *, name: str | None = None) -> None:
         self.function_name = function if isinstance(function, str) else None
-        self.function: RewardFunction = (
-            load_function(function) if isinstance(function, str) else function
-        )
+        self.function: Any = load_function(function) if isinstance(function, str) else function
         named = getattr(self.function, "func", self.function)  # of functools.partial
         self.name = name or str(getattr(named, "__name__", type(named).__name__))
         self._what = f"reward function {Path(self.function_name or self.name).name}"

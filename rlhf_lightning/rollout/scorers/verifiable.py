@@ -201,11 +201,9 @@ def command_reward(
 
 def with_opened_thoughts(prompts: Sequence[str], completions: Sequence[str]) -> list[str]:
     """Return the completions, with what opens thoughts in front where the prompt ends with it."""
-    rows = zip(prompts, completions, strict=True)
-    return [opened_by(prompt) + text for prompt, text in rows]
+    return [opened_by(p) + text for p, text in zip(prompts, completions, strict=True)]
 
 
 def _value(match: re.Match[str]) -> Decimal:
     number = Decimal(match["digits"].replace(",", ""))
-    negative = "-" in match["sign"] or "\u2212" in match["sign"]
-    return -number if negative else number
+    return -number if {"-", "\u2212"} & set(match["sign"]) else number
