@@ -252,7 +252,7 @@ class OnPolicyModule(PolicyModule):
         scored = torch.ones_like(mask[:, 0]) if scores.applies is None else scores.applies
         learnt = mask & scored.unsqueeze(-1)  # [B, R]
         by_domain = [self.controls.domain_weights.get(name, 1.0) for name in prompts.domains]
-        weights = scores.total.new_tensor(by_domain)  # [B]
+        weights = torch.tensor(by_domain, device=mask.device)  # [B], float for whole scores too
         # 4. KL (k1) on every token, the score on the last one; a weight above 1 widens its clip.
         factors = torch.ones_like(weights) if self.estimator.scale_free else weights
         worth = scores.total * factors

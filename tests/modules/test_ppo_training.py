@@ -164,14 +164,15 @@ def test_changed_controls_take_effect_at_the_next_rollout():
     module = built(tiny_module())
     plain = rollout_of(module)
     module.controls.kl_coef = 3.0
-    module.controls.domain_weights = {"maths": 2.0}
+    module.controls.domain_weights = {"maths": 0.5}
+    own = module.scorer  # of whole numbers now
+    module.scorer = lambda answers: own(answers)._replace(total=answers.response_mask.sum(1))
     module.reference.load_state_dict(tiny_policy(seed=7).state_dict())
     heavy = rollout_of(module, prompts(domains=["maths"] * 8 + [""] * 8))
     assert torch.equal(plain.response_tensors, heavy.response_tensors)
     kl = torch.where(heavy.response_mask, heavy.logprobs - heavy.ref_logprobs, 0).sum(-1)
-    scores = heavy.scores * torch.tensor([2.0] * 8 + [1.0] * 8)
-    cut = (heavy.finish_reason == 1).float()
-    expected = scores.clamp(-5, 5) - cut - 3.0 * kl
+    scores = heavy.scores * torch.tensor([0.5] * 8 + [1.0] * 8)
+    expected = scores.clamp(-5, 5) - (heavy.finish_reason == 1).float() - 3.0 * kl
     torch.testing.assert_close(heavy.rewards.sum(-1), expected, rtol=1e-5, atol=1e-4)
     module.controls.temperature = 0.1
     assert not torch.equal(rollout_of(module).response_tensors, plain.response_tensors)
