@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 import rlhf_lightning
 from rlhf_lightning import (
@@ -24,6 +25,7 @@ from rlhf_lightning import (
     export_model,
 )
 from rlhf_lightning.callbacks.console import ProgressBar
+from rlhf_lightning.distributed.collectives import leave_process_group
 from rlhf_lightning.rollout.scorers.text_reward_model import TextRewardModelScorer
 from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.metric_catalog import quantity
@@ -89,10 +91,9 @@ def test_a_run_that_stopped_goes_on_from_last_to_the_same_bits(material, whole, 
         ({}, r"Trainer\(max_epochs=1000\), its default"),
         ({"max_epochs": 2}, r"Trainer\(max_epochs=2\), given"),
         ({"max_epochs": 1, "precision": "bf16-true"}, r"precision='bf16-true'"),
-        (
-            {"max_epochs": 1, "max_steps": 2},
-            r"Trainer\(max_steps=2\) .* 2 an iter.*max_iterations=",
-        ),
+        ({"max_epochs": 1, "max_steps": 2}, r"\(max_steps=2\) .* 2 an iter.*max_iterations="),
+        ({"max_epochs": -1}, r"Trainer\(max_epochs=-1\), given"),
+        ({"max_epochs": 1, "strategy": ModelParallelStrategy()}, "use strategy=FSDP2Strategy"),
     ],
 )
 def test_a_flag_of_a_plain_trainer_that_trains_something_else_is_named(
@@ -106,6 +107,8 @@ def test_a_flag_of_a_plain_trainer_that_trains_something_else_is_named(
     )  # fmt: skip
     with pytest.raises(ValueError, match=said):
         trainer.fit(module, data)
+    leave_process_group()
+    assert module.policy is None  # before a model is read
 
 
 def test_a_dry_run_leaves_nothing_in_the_folder_of_the_run_that_follows(material, tmp_path):

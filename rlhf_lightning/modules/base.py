@@ -37,7 +37,7 @@ from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.learning_rates import Kind
 from rlhf_lightning.modules import pretrained
 from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
-from rlhf_lightning.modules.checks import check_data, check_module, check_steps, check_trainer
+from rlhf_lightning.modules.checks import check_data, check_module, check_trainer
 from rlhf_lightning.modules.metrics import LoggedNames
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
 from rlhf_lightning.modules.optimization import (
@@ -244,16 +244,15 @@ class RLHFModule(L.LightningModule):
     # -- the Trainer ------------------------------------------------------------------------
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse the flags that a Trainer refuses by itself, and name the setting to use."""
-        check_steps(self.trainer)
+        """Refuse flags that would train something else, or fail later, before models are read."""
+        check_trainer(self.trainer)
         return []
 
     def on_fit_start(self) -> None:
-        """Refuse flags and data that would train something else; place what is no submodule."""
+        """Refuse data and weights that would train something else; place what is no submodule."""
         check_same_on_all_ranks("start", self.fingerprint)
         for source in self.more_sources:
             check_same_on_all_ranks(source.key, source.fingerprint)
-        check_trainer(self.trainer)
         check_data(self)
         check_module(self)
         move_models(self, self.roots)

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ DEAD_ROW = 1e-3  # of the median norm
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """Check the flags of a stage's Trainer.
+    """Check the flags of a Trainer, before a model is read.
 
     `trainer_arguments` sets all of them.
 
@@ -39,16 +40,50 @@ def check_trainer(trainer: L.Trainer) -> None:
     Raises:
         ValueError: with the flag, its value, why that is wrong and the fix.
     """
-    for is_wrong, problem in _trainer_problems(trainer):
+    if getattr(trainer.lightning_module, "_compiler_ctx", None) is not None:
+        raise ValueError(
+            "torch.compile(module) compiles the training step, which torch cannot compile: give "
+            "the Trainer the module itself. Its decoder can be compiled: "
+            "module.configure_model(), then module.policy.model.base_model.compile()"
+        )
+    trains = trainer.state.fn == TrainerFn.FITTING
+    problems = (*_rank_problems(trainer), *(_training_problems(trainer) if trains else ()))
+    for is_wrong, problem in problems:
         if is_wrong:
             raise ValueError(
                 f"Trainer({problem}. trainer_arguments(folder, ...) sets what a stage needs"
             )
 
 
-def _trainer_problems(trainer: Any) -> Iterator[tuple[bool, str]]:
-    """Yield whether each flag is wrong, and the flag with the reason and the fix."""
-    name, module = type(trainer.strategy).__name__, trainer.lightning_module
+def _rank_problems(trainer: Any) -> Iterator[tuple[bool, str]]:
+    """Yield whether each flag of several ranks is wrong, and it with the reason and the fix."""
+    name = type(trainer.strategy).__name__
+    yield (
+        name in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"),
+        f"strategy={name}) does not shard our models: use strategy=FSDP2Strategy()",
+    )
+    yield (
+        trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler,
+        "use_distributed_sampler=True), its default, shards rows that our DataModules shard: use "
+        "False",
+    )
+
+
+def _training_problems(trainer: Any) -> Iterator[tuple[bool, str]]:
+    """Yield the same of flags that training alone reads."""
+    module = trainer.lightning_module
+    for found in (type(callback).__name__ for callback in trainer.callbacks):
+        yield (
+            found in ("LearningRateFinder", "BatchSizeFinder"),
+            f"callbacks={found}), of Lightning's Tuner: compare held-out figures of several "
+            "learning rates, as in rlhf-train -m module.sft.learning_rate=1e-5,3e-5; what fits "
+            "memory is micro_batch_size of the hyper-parameters, chosen where it is left out",
+        )
+    yield (
+        bool(trainer.overfit_batches),
+        f"overfit_batches={trainer.overfit_batches}): give a DataModule with no more rows than "
+        "its batch_size, and max_iterations=..., that is limit_train_batches",
+    )
     steps = module.num_steps
     epochs = "its default" if trainer.max_epochs in (None, 1000) else "given"
     yield (
@@ -64,17 +99,8 @@ def _trainer_problems(trainer: Any) -> Iterator[tuple[bool, str]]:
     )
     yield (
         trainer.precision not in TRAINED_IN,
-        f"precision={trainer.precision!r}): weights in 16 bits lose the small updates of RLHF: "
-        f"use one of {', '.join(TRAINED_IN)}",
-    )
-    yield (
-        name in ("FSDPStrategy", "DeepSpeedStrategy"),
-        f"strategy={name}) does not work under manual optimization: use strategy=FSDP2Strategy()",
-    )
-    yield (
-        trainer.world_size > 1 and trainer._accelerator_connector.use_distributed_sampler,
-        "use_distributed_sampler=True), its default, shards rows that our DataModules shard: use "
-        "False",
+        f"precision={trainer.precision!r}): weights are trained in fp32, as 16 bits lose the small "
+        f"updates of RLHF, and nothing scales the loss of fp16: use one of {', '.join(TRAINED_IN)}",
     )
     yield (
         any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks),
@@ -116,32 +142,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping | list | tuple):
         return all(map(_is_plain, value.values() if isinstance(value, Mapping) else value))
     return value is None or isinstance(value, str | int | float | torch.dtype | torch.Tensor)
-
-
-def check_steps(trainer: Any) -> None:
-    """Check what Lightning does not refuse under manual optimization, or fails in.
-
-    Raises:
-        ValueError: naming the flag, and the setting to use in its place.
-    """
-    if getattr(trainer.lightning_module, "_compiler_ctx", None) is not None:
-        raise ValueError(
-            "torch.compile(module) compiles the training step, which torch cannot compile: give "
-            "the Trainer the module itself. Its decoder can be compiled: "
-            "module.configure_model(), then module.policy.model.base_model.compile()"
-        )
-    for name in (type(callback).__name__ for callback in trainer.callbacks):
-        if name in ("LearningRateFinder", "BatchSizeFinder"):
-            raise ValueError(
-                f"{name} of Lightning's Tuner: compare held-out figures of several learning "
-                "rates, as in rlhf-train -m module.sft.learning_rate=1e-5,3e-5; what fits memory "
-                "is micro_batch_size of the hyper-parameters, chosen where it is left out"
-            )
-    if trainer.overfit_batches:
-        raise ValueError(
-            f"Trainer(overfit_batches={trainer.overfit_batches}): give a DataModule with no more "
-            "rows than its batch_size, and max_iterations=..., that is limit_train_batches"
-        )
 
 
 def check_data(module: Any) -> None:
