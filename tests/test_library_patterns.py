@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
@@ -174,6 +175,23 @@ def test_hyper_parameters_that_no_checkpoint_holds_are_refused_before_training(m
 
     with pytest.raises(TypeError, match=r"save_hyperparameters\(ignore=\["):
         fit_sft(material, tmp_path / "run", Own.from_pretrained(material["policy"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "said"),
+    [
+        ("configure_optimizers", lambda self: torch.optim.SGD(self.parameters()), "schedule="),
+        ("training_step", lambda self, *_: torch.zeros((), requires_grad=True), "trained nothing"),
+        ("on_save_checkpoint", lambda self, checkpoint: None, r"call super\(\)\.on_save_check"),
+    ],
+)
+def test_a_method_of_ours_is_not_left_out_silently(material, tmp_path, name, own, said):
+    def fit() -> None:
+        cls = type("Own", (SFTModule,), {name: own})
+        fit_sft(material, tmp_path / "run", cls.from_pretrained(material["policy"]))
+
+    with pytest.raises(TypeError, match=said):
+        fit()
 
 
 @pytest.mark.parametrize(

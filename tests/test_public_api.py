@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import rlhf_lightning
 from rlhf_lightning import (
@@ -88,27 +88,24 @@ def test_a_run_that_stopped_goes_on_from_last_to_the_same_bits(material, whole, 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({}, r"Trainer\(max_epochs=1000\), its default"),
-        ({"max_epochs": 2}, r"Trainer\(max_epochs=2\), given"),
-        ({"max_epochs": 1, "precision": "bf16-true"}, r"precision='bf16-true'"),
-        ({"max_epochs": 1, "max_steps": 2}, r"\(max_steps=2\) .* 2 an iter.*max_iterations="),
+        ({"max_epochs": None}, r"Trainer\(max_epochs=1000\), its default"),
         ({"max_epochs": -1}, r"Trainer\(max_epochs=-1\), given"),
-        ({"max_epochs": 1, "strategy": ModelParallelStrategy()}, "use strategy=FSDP2Strategy"),
+        ({"precision": "bf16-true"}, r"precision='bf16-true'"),
+        ({"max_steps": 2}, r"Trainer\(max_steps=2\) .* 2 an iter.*max_iterations="),
+        ({"overfit_batches": 1}, "overfit_batches.* max_iterations"),
+        ({"strategy": ModelParallelStrategy()}, "use strategy=FSDP2Strategy"),
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val"),  # by Lightning, as is the next
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
     ],
 )
-def test_a_flag_of_a_plain_trainer_that_trains_something_else_is_named(
+def test_a_flag_that_trains_something_else_is_refused_before_a_model_is_read(
     material, tmp_path, flags, said
 ):
     module = ppo(material)
-    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)
-    trainer = L.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
-        enable_checkpointing=False, **flags,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=said):
-        trainer.fit(module, data)
+    with pytest.raises((ValueError, MisconfigurationException), match=said):
+        fit_in(tmp_path, module, prompts(material, module), max_iterations=1, **flags)
     leave_process_group()
-    assert module.policy is None  # before a model is read
+    assert module.policy is None
 
 
 def test_a_dry_run_leaves_nothing_in_the_folder_of_the_run_that_follows(material, tmp_path):

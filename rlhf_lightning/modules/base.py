@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -59,6 +60,7 @@ from rlhf_lightning.runs.manifest import Source
 from rlhf_lightning.text.tokenizers import stop_ids
 from rlhf_lightning.text.tokens import TextEncoder
 
+HOOKS = ("on_", "configure_callbacks")  # beginnings of names
 Hparams = SFTHparams | RewardHparams | DPOHparams | OnPolicyHparams
 
 
@@ -117,6 +119,25 @@ class RLHFModule(L.LightningModule):
     num_asked = 0  # prompts of a prediction so far, on this rank
     num_steps = 1
     learning_rate_factor = 1.0
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        """Refuse a subclass whose hook leaves out ours, and with it checks and state.
+
+        Raises:
+            TypeError: if a hook does not call the one that it overrides.
+        """
+        super().__init_subclass__(**given)
+        ours = [base for base in cls.__mro__ if base.__module__.startswith("rlhf_lightning.")]
+        hooks = {name for base in ours for name in vars(base) if name.startswith(HOOKS)}
+        for name in sorted(hooks):
+            hook = inspect.unwrap(getattr(cls, name))
+            if hook.__module__.startswith("rlhf_lightning."):
+                continue
+            if name not in hook.__code__.co_names:
+                raise TypeError(
+                    f"{hook.__qualname__} leaves out what {name} does in {ours[0].__name__}: call "
+                    f"super().{name}(...) in it"
+                )
 
     def __init__(
         self,
@@ -278,6 +299,22 @@ class RLHFModule(L.LightningModule):
             raise TypeError(
                 f"{type(self).__name__} was given a batch that is {type(batch).__name__}, expected "
                 f"{self.batch.__name__}: use fit(module, datamodule={self.data.__name__}(...))"
+            )
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Refuse a training step that trains nothing.
+
+        Raises:
+            TypeError: if one of a subclass leaves neither a step nor a gradient.
+        """
+        if self.skipped.num_iterations or self.trainer.global_step:
+            return
+        if all(parameter.grad is None for parameter in self.parameters()):
+            raise TypeError(
+                f"{type(self).__name__}.training_step trained nothing: Lightning takes no step "
+                "under manual optimization. Return super().training_step(...), or call "
+                "self.manual_backward(loss) and self.optimizers().step(); the loss alone is "
+                "replaced by surrogate= or policy_loss of PPO and GRPO"
             )
 
     def on_validation_start(self) -> None:

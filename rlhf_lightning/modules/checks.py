@@ -116,12 +116,12 @@ def _training_problems(trainer: Any) -> Iterator[tuple[bool, str]]:
 
 
 def check_module(module: L.LightningModule) -> None:
-    """Check that a module has weights to train in fp32, and hyper-parameters for a checkpoint.
+    """Check a module's weights, which are trained in fp32, its optimizer and hyper-parameters.
 
     Raises:
         ValueError: if every weight is frozen, or those to train have 16 bits.
-        TypeError: for a hyper-parameter that no checkpoint can hold, as `save_hyperparameters()`
-            of a subclass keeps them.
+        TypeError: if it has several optimizers, or no schedule; for a hyper-parameter that no
+            checkpoint can hold, as `save_hyperparameters()` of a subclass keeps them.
     """
     dtypes = {weight.dtype for weight in module.parameters() if weight.requires_grad}
     if not dtypes:
@@ -130,6 +130,13 @@ def check_module(module: L.LightningModule) -> None:
         raise ValueError(
             f"the weights to train are {halves.pop()}, and 16 bits lose the small updates of RLHF: "
             "call module.float(); the Trainer's precision says what is computed in"
+        )
+    trainer: Any = module.trainer
+    if not len(trainer.optimizers) == len(trainer.lr_scheduler_configs) == 1:
+        raise TypeError(
+            f"{type(module).__name__}.configure_optimizers must return one optimizer with one "
+            "lr_scheduler, which takes a step each iteration: leave it out, and give "
+            "from_pretrained(optimizer=..., schedule=...)"
         )
     if lost := [name for name, value in module.hparams.items() if not _is_plain(value)]:
         raise TypeError(

@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
 from rlhf_lightning import (
@@ -163,21 +162,6 @@ def test_of_one_source_of_a_mix_what_training_held_out_is_asked(material, tmp_pa
     fit_in(tmp_path / "run", module, data, max_iterations=1)
     found = compare(module, material["policy"], material["prompts"], reward=length)
     assert found.num_prompts == num_different(data.rows("validation")) > 3
-
-
-@pytest.mark.parametrize(
-    ("flag", "error", "told"),
-    [  # the first two are refused by Lightning
-        ({"gradient_clip_val": 1.0}, MisconfigurationException, "gradient_clip_val"),
-        ({"accumulate_grad_batches": 2}, MisconfigurationException, "accumulate_grad_batches"),
-        ({"overfit_batches": 1}, ValueError, r"overfit_batches.* max_iterations"),
-    ],
-)
-def test_flags_of_a_trainer_that_change_a_step_are_refused(material, tmp_path, flag, error, told):
-    module = module_of(material)
-    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
-    with pytest.raises(error, match=told):
-        fit_in(tmp_path / "run", module, data, max_iterations=1, **flag)
 
 
 def test_a_comparison_by_a_reward_that_applies_nowhere_says_so(material, trained):
