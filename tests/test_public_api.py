@@ -173,25 +173,15 @@ def test_a_folder_of_somebody_else_is_refused_as_it_is(material, tmp_path):
     assert (tmp_path / "report.html").read_text() == "my thesis"
 
 
-def resume(material: dict[str, Path], folder: Path, **changes: Any) -> None:
-    module = PPOModule.from_pretrained(material["policy"], length, **changes)
-    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, seed=1)
-    fit_in(folder, module, data, ckpt_path="last", max_iterations=5)
-
-
-@pytest.fixture
-def unfinished(whole, tmp_path):
-    return shutil.copytree(whole[1], tmp_path / "copy", symlinks=True)
-
-
 def test_a_resume_with_another_seed_is_refused_and_loading_with_one_is_not(
-    material, whole, unfinished
+    material, whole, tmp_path
 ):
-    sampling = SamplingHparams(max_new_tokens=5)
+    copy = shutil.copytree(whole[1], tmp_path / "copy", symlinks=True)
+    module = ppo(material, seed=7)
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, seed=1)
     with pytest.raises(ValueError, match=r"seed=1, not 7: .*seed=1"):
-        resume(material, unfinished, ppo=PPO, sampling=sampling, seed=7)
-    checkpoint = whole[1] / "checkpoints/last.ckpt"
-    loaded = PPOModule.load_from_checkpoint(checkpoint, reward=length, seed=7)
+        fit_in(copy, module, data, ckpt_path="last", max_iterations=5)
+    loaded = PPOModule.load_from_checkpoint(copy / "checkpoints/last.ckpt", reward=length, seed=7)
     assert loaded.hparams["seed"] == 7
 
 
@@ -251,14 +241,7 @@ def test_what_a_run_without_a_checkpoint_left_is_on_no_page_of_the_next_one(mate
         assert not (tmp_path / name).exists(), name
 
 
-@pytest.mark.parametrize(
-    "logger",
-    [
-        lambda run: "wandb",
-        CSVLogger,
-        lambda run: [CSVLogger(run / "logs")],
-    ],
-)
+@pytest.mark.parametrize("logger", [lambda run: "wandb", lambda run: [CSVLogger(run / "logs")]])
 def test_a_logger_may_write_into_the_run_folder(material, tmp_path, logger, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     run, taken = tmp_path / "run", tmp_path / "taken"

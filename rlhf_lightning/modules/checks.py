@@ -19,6 +19,7 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.collectives import global_sum, whole
+from rlhf_lightning.misfit import shown
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.text.decode import token_names
@@ -259,6 +260,36 @@ def check_whole_groups(module: type, group_size: int) -> None:
                 f"{group_size} responses, which a prompt has: set whole_groups_in_micro_batches = "
                 "True on the class if the loss compares them, or False if it is a sum over rows"
             )
+
+
+def check_result(maker: object, found: object, kind: type) -> None:
+    """Check what a part of a module has returned, which may be the user's own.
+
+    Raises:
+        TypeError: if it is of another kind.
+    """
+    if not isinstance(found, kind):
+        wanted = f"{kind.__name__}({', '.join(getattr(kind, '_fields', ()))}) of {kind.__module__}"
+        raise TypeError(f"{_name_of(maker)} returned {shown(found)}: return {wanted}")
+
+
+def check_estimate(estimator: object, found: object, values: torch.Tensor | None) -> None:
+    """Check what an estimator has returned.
+
+    Raises:
+        TypeError: if it is no pair, or lacks the targets of a value model, which has `values`.
+    """
+    pair = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    tensors = [isinstance(one, torch.Tensor) for one in pair]
+    if not (tensors[0] and (tensors[1] or (values is None and pair[1] is None))):
+        raise TypeError(
+            f"{_name_of(estimator)} returned {shown(found)}: return (advantages, returns), each "
+            "[B, R]; returns, which the value model learns, are None only where there is none"
+        )
+
+
+def _name_of(part: object) -> str:
+    return str(getattr(part, "__name__", type(part).__name__))
 
 
 def check_equal_shares(counts: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ from rlhf_lightning.distributed.collectives import (
 )
 from rlhf_lightning.functional.distillation import distillation_advantages
 from rlhf_lightning.functional.kl import kl_k1
-from rlhf_lightning.functional.losses import loss_divisor, policy_kl_loss
+from rlhf_lightning.functional.losses import PolicyLoss, loss_divisor, policy_kl_loss
 from rlhf_lightning.functional.masked import zero_off_mask
 from rlhf_lightning.functional.rewards import adjust_scores, overlong_penalty, shape_rewards
 from rlhf_lightning.models.forward import (
@@ -47,6 +47,8 @@ from rlhf_lightning.models.loading import warn_once
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.checks import (
     check_equal_shares,
+    check_estimate,
+    check_result,
     check_sampler,
     check_whole_groups,
     exceeds_target_kl,
@@ -179,7 +181,9 @@ class OnPolicyModule(PolicyModule):
             with seconds.of("score"):
                 skip = self.sampling.skip_special_tokens
                 responses = Responses.of(prompts, drawn, self.tokenizer, skip_special_tokens=skip)
-                return responses, self.scorer(responses)
+                scores = self.scorer(responses)
+                check_result(self.scorer, scores, Scores)
+                return responses, scores
 
         spares: dict[str, Any] = {}
         if rounds := self.algorithm.num_resampling_rounds:
@@ -269,7 +273,9 @@ class OnPolicyModule(PolicyModule):
         rewards = shape_rewards(worth, kl, learnt, kl_coef=kl_coef)
         # 5. Advantages, and targets of a value model; a row without a score is in no group.
         groups = prompts.group_ids.where(scored, -1 - torch.arange(len(mask), device=mask.device))
-        advantages, returns = self.estimator(rewards, found.values, learnt, groups)
+        estimated = self.estimator(rewards, found.values, learnt, groups)
+        check_estimate(self.estimator, estimated, found.values)
+        advantages, returns = estimated
         if self.estimator.scale_free:
             advantages = advantages * weights.unsqueeze(-1)
         theirs, coef = found.teacher_logprobs, algorithm.teacher_coef
@@ -385,6 +391,7 @@ class OnPolicyModule(PolicyModule):
         )
         advantages = corrected_advantages(micro_batch, algorithm)
         result = self.surrogate(new.logprobs, base, advantages, mask, num_tokens=divisor)
+        check_result(self.surrogate, result, PolicyLoss)
         loss = result.loss
         if new.entropy is not None:
             entropy = (zero_off_mask(new.entropy, mask) / divisor).sum()

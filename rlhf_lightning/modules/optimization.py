@@ -22,6 +22,7 @@ from rlhf_lightning.distributed.collectives import (
     rank,
     world_size,
 )
+from rlhf_lightning.misfit import shown
 from rlhf_lightning.models.compute_copies import compute_copies
 from rlhf_lightning.models.cpu_kernels import side_by_side
 from rlhf_lightning.models.learning_rates import Kind, default_learning_rate
@@ -105,13 +106,19 @@ def accumulate_gradients(
 def _computed(term: Term, micro_batch: TensorBatch, counts: Any) -> tuple[Tensor, Measured]:
     found: Any = term(micro_batch, counts)
     loss, measures = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
-    values = measures.values() if isinstance(measures, Mapping) else [None]
-    if isinstance(loss, Tensor) and all(isinstance(value, Tensor) for value in values):
-        return loss, measures
+    is_loss = isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim
+    if is_loss and isinstance(measures, Mapping) and all(map(_is_measure, measures.items())):
+        return loss, measures  # type: ignore[return-value]
     raise TypeError(
-        f"{getattr(term, '__qualname__', term)} returned {found!r}: return (loss, {{name: measure}}"
-        "), each a micro-batch's share as a scalar tensor"
+        f"{getattr(term, '__qualname__', term)} returned {shown(found)}: return (loss, {{name: "
+        "measure}), each a micro-batch's share as a scalar tensor, the loss with its graph"
     )
+
+
+def _is_measure(item: tuple[str, Any]) -> bool:
+    """Return whether a measure is a scalar tensor; vectors, whose names have no slash, are ours."""
+    name, value = item
+    return isinstance(value, Tensor) and not (value.ndim and "/" in name)
 
 
 def parameter_group(model: nn.Module, kind: Kind, learning_rate: float | None) -> dict[str, Any]:

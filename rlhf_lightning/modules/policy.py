@@ -17,6 +17,7 @@ from rlhf_lightning.batches import PromptBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.functional.surrogates import SURROGATES, Surrogate
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
+from rlhf_lightning.misfit import shown
 from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.ppo_models import PolicyModels, policy_models
@@ -113,6 +114,11 @@ class PolicyModule(RLHFModule):
         named = {item.name: getattr(algorithm, item.name) for item in fields(made)}
         self.surrogate: Surrogate = surrogate or made(**named)
         self.estimator = estimator or default_estimator
+        if not hasattr(self.estimator, "scale_free"):
+            raise TypeError(
+                f"estimator={shown(self.estimator)} has no attribute scale_free: set it on the "
+                "class, True if a factor on all rewards of a group changes nothing, else False"
+            )
         self.sampling = sampling
         self.scorer = scorer
         self.generator: Generator = generator

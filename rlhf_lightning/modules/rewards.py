@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_lightning.arguments import PathOrName, fitting
 from rlhf_lightning.misfit import shown
@@ -71,7 +71,9 @@ def as_scorer(
         return RewardModelScorer(lambda: load_scalar_model(source), policy=policy, source=source)
     if hasattr(reward, "build") and callable(reward) and not inspect.isclass(reward):
         return reward  # type: ignore[no-any-return]
-    if callable(reward) and getattr(type(reward), "forward", 0) is not L.LightningModule.forward:
+    forward = getattr(type(reward), "forward", None)
+    is_model = isinstance(reward, PreTrainedModel) or forward is L.LightningModule.forward
+    if callable(reward) and not is_model:
         return FunctionScorer(reward)
     raise TypeError(
         f"reward={shown(reward)} is {type(reward).__name__}: give a function (prompts, "

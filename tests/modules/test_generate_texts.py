@@ -165,14 +165,10 @@ def test_of_one_source_of_a_mix_what_training_held_out_is_asked(material, tmp_pa
 
 
 def test_a_comparison_by_a_reward_that_applies_nowhere_says_so(material, trained):
+    rows = [{"prompt": f"w{i} w{i + 1}"} for i in range(2, 30)]
+    nowhere = {"reward": lambda prompts, completions: [None] * len(completions)}
     with pytest.raises(ValueError, match="no score"):
-        compare(
-            trained,
-            material["policy"],
-            [{"prompt": f"w{i} w{i + 1}"} for i in range(2, 30)],
-            reward=lambda prompts, completions: [None] * len(completions),
-            num_prompts=4,
-        )
+        compare(trained, material["policy"], rows, num_prompts=4, **nowhere)
 
 
 def test_another_trainer_leaves_a_run_its_comparison_and_held_out_prompts(material, trained):

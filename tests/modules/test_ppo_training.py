@@ -324,11 +324,29 @@ def test_a_warmup_that_leaves_the_policy_no_iteration_is_refused():
         lambda loss, measures: loss,
         lambda loss, measures: (loss, loss),
         lambda loss, measures: (loss, {"mine/x": 1.0}),
+        lambda loss, measures: (loss, {"mine/x": loss.expand(2)}),
+        lambda loss, measures: (loss.detach(), measures),
     ],
 )
 def test_a_loss_of_one_s_own_that_is_no_loss_with_measures_is_named(answer):
     with pytest.raises(TypeError, match=r"OwnLoss\.policy_loss returned .*\(loss, {name"):
         fit(with_answer(answer), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "said"),
+    [
+        ("estimator", (torch.zeros(2, 2), None), r"return \(advantages, returns\)"),
+        ("scorer", [1.0], r"return Scores\(total"),
+        ("surrogate", torch.zeros(()), r"return PolicyLoss\(loss"),
+    ],
+)
+def test_a_part_of_one_s_own_that_returns_something_else_is_named(name, found, said):
+    methods = {"scale_free": False, "build": lambda *_: [], "__call__": lambda *_, **__: found}
+    with pytest.raises(TypeError, match=f"Own returned .*{said}"):
+        fit(tiny_module(**{name: type("Own", (), methods)()}), 1)
+    with pytest.raises(TypeError, match="has no attribute scale_free"):
+        tiny_module(estimator=len)
 
 
 def test_an_optimizer_s_own_learning_rate_that_is_not_taken_is_warned_of(caplog):
