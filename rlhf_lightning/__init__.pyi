@@ -56,7 +56,7 @@ from rlhf_lightning.modules.export import export_model as export_model
 from rlhf_lightning.modules.grpo import PolicyGradientModule as PolicyGradientModule
 from rlhf_lightning.modules.ppo import PPOModule as PPOModule
 from rlhf_lightning.modules.reward import RewardModule as RewardModule
-from rlhf_lightning.modules.schedules import Schedule as Schedule
+from rlhf_lightning.modules.optimization import Schedule as Schedule
 from rlhf_lightning.modules.sft import SFTModule as SFTModule
 from rlhf_lightning.preferences.annotators import (
     RuleAnnotator as RuleAnnotator,

@@ -34,7 +34,7 @@ from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.models.gpu_kernels import gpu_kernels
 from rlhf_lightning.models.micro_batching import micro_batching
 from rlhf_lightning.modules.export import export_model
-from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.optimization import Schedule
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer
 

@@ -33,8 +33,7 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.ppo_models import ADAPTER
-from rlhf_lightning.models.precision import release_freed_memory
-from rlhf_lightning.models.rounding import DTYPES, Rounding
+from rlhf_lightning.models.precision import DTYPES, Rounding, release_freed_memory
 from rlhf_lightning.modules.checkpoint_state import KEY, check_adapters
 from rlhf_lightning.modules.export import TrainedModel
 from rlhf_lightning.runs.atomic import write_text

@@ -53,7 +53,7 @@ def packs_rows(model: nn.Module) -> bool:
 
 def packed_head_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a head multiplies states of packed rows, instead of `dtype`."""
-    from rlhf_lightning.models.cpu.products import product_dtype
+    from rlhf_lightning.models.cpu.weight_grads import product_dtype
 
     return product_dtype(dtype)
 
@@ -71,9 +71,9 @@ def one_token_attention(model: PreTrainedModel) -> AbstractContextManager[bool]:
     """Let `model` attend from single tokens by the CPU kernels; yield whether it does."""
     if not _enabled:
         return nullcontext(False)
-    from rlhf_lightning.models.cpu import decode_attention
+    from rlhf_lightning.models.cpu import attention
 
-    return decode_attention.one_token_attention(model)
+    return attention.one_token_attention(model)
 
 
 def packed_linear(

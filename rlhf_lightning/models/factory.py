@@ -21,8 +21,7 @@ from transformers import (
 
 from rlhf_lightning.arguments import Default, Fraction, Line, PathOrName, RunsCode, Seed, checked
 from rlhf_lightning.hparams import LoraHparams, Precision
-from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
-from rlhf_lightning.models.building import reads_weights, seeded_init
+from rlhf_lightning.models.building import checkpoint_activations, reads_weights, seeded_init
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
 from rlhf_lightning.models.loading import (
     load_config,

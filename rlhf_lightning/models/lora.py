@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
 from rlhf_lightning.models.attention import expect_varying_shapes
-from rlhf_lightning.models.building import in_eval_mode, seeded_init
+from rlhf_lightning.models.building import checkpoint_activations, in_eval_mode, seeded_init
 from rlhf_lightning.models.cpu_kernels import prepare
 from rlhf_lightning.models.heads import (
     PolicyModel,

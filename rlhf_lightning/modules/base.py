@@ -42,8 +42,10 @@ from rlhf_lightning.modules.checks import check_data, check_module, check_traine
 from rlhf_lightning.modules.metrics import LoggedNames
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
 from rlhf_lightning.modules.optimization import (
+    IterationSchedule,
     Measured,
     Optimizer,
+    Schedule,
     Term,
     accumulate_gradients,
     check_optimizer,
@@ -51,7 +53,6 @@ from rlhf_lightning.modules.optimization import (
     warn_of_unused_rate,
 )
 from rlhf_lightning.modules.placement import move_models, set_micro_batch_tokens, sharing_models
-from rlhf_lightning.modules.schedules import IterationSchedule, Schedule
 from rlhf_lightning.rollout.generators.base import Generator, gathers_layers
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.rollout.noise import RowNoise

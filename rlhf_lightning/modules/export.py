@@ -22,6 +22,7 @@ from rlhf_lightning.models.export import (
     export_policy,
     export_scalar_model,
     generation_settings,
+    name_old_tokenizer,
     weights_by_file_name,
 )
 from rlhf_lightning.models.factory import load_policy
@@ -29,8 +30,7 @@ from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
 from rlhf_lightning.models.ppo_models import ADAPTER
-from rlhf_lightning.models.rounding import LEAST_KEPT, Rounding, base_dtype, measure_rounding
-from rlhf_lightning.models.transformers_4 import name_old_tokenizer
+from rlhf_lightning.models.precision import LEAST_KEPT, Rounding, base_dtype, measure_rounding
 from rlhf_lightning.runs.atomic import follow_umask
 from rlhf_lightning.runs.hub import hub_snapshot
 from rlhf_lightning.runs.lock import check_replaceable, replacing_folder

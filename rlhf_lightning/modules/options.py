@@ -20,8 +20,7 @@ from rlhf_lightning.arguments import (
 )
 from rlhf_lightning.functional.surrogates import Surrogate
 from rlhf_lightning.hparams import LoraHparams, SamplingHparams
-from rlhf_lightning.modules.optimization import Optimizer
-from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.optimization import Optimizer, Schedule
 from rlhf_lightning.rollout.estimators import AdvantageEstimator
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.scorers.base import Scorer

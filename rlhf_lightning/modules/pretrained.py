@@ -26,7 +26,7 @@ from rlhf_lightning.models.loading import loading_options
 from rlhf_lightning.models.ppo_models import ADAPTER
 from rlhf_lightning.modules.checkpoint_state import HYPER_PARAMETERS
 from rlhf_lightning.modules.checks import TRAINED_IN
-from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.optimization import Schedule
 from rlhf_lightning.rollout.generators.base import Generator
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator
 from rlhf_lightning.runs.manifest import ManifestError, Source

@@ -35,10 +35,9 @@ from rlhf_lightning.modules.distillation import DistillationModule
 from rlhf_lightning.modules.dpo import DPOModule
 from rlhf_lightning.modules.grpo import PolicyGradientModule
 from rlhf_lightning.modules.metrics import RunningMeans
-from rlhf_lightning.modules.optimization import StepCounts
+from rlhf_lightning.modules.optimization import Schedule, StepCounts
 from rlhf_lightning.modules.ppo import PPOModule
 from rlhf_lightning.modules.reward import RewardModule
-from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import NoReward, Responses, Scores

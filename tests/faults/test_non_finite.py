@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from rlhf_lightning.callbacks.run_tables import SaveFaultyBatch
 from rlhf_lightning.modules.non_finite import NonFiniteError, SkippedSteps
-from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.optimization import Schedule
 from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.models import tiny_tokenizer
 from tests.builders.stages import (

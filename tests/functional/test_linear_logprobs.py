@@ -4,7 +4,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
-from rlhf_lightning.functional import compiled_chunks, linear_logprobs
+from rlhf_lightning.functional import linear_logprobs
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
 from rlhf_lightning.functional.logprobs import token_entropy, token_logprobs
 
@@ -216,10 +216,10 @@ def both_ways(
 @pytest.fixture
 def graphs(monkeypatch):
     """The number of graphs compiled so far, differentiated as always but run as they are."""
-    monkeypatch.setattr(compiled_chunks, "BACKEND", "aot_eager")
-    monkeypatch.setattr(compiled_chunks, "_fails", False)
-    monkeypatch.setattr(compiled_chunks, "_ran", set())
-    compiled_chunks._compiled.cache_clear()
+    monkeypatch.setattr(linear_logprobs, "BACKEND", "aot_eager")
+    monkeypatch.setattr(linear_logprobs, "_fails", False)
+    monkeypatch.setattr(linear_logprobs, "_ran", set())
+    linear_logprobs._compiled.cache_clear()
     torch._dynamo.reset()
     counters.clear()
     yield lambda: counters["stats"]["unique_graphs"]
@@ -244,7 +244,7 @@ def test_compiled_chunks_give_the_numbers_of_plain_ones_by_one_graph_a_function(
     [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
 def test_compiled_kernels_are_right_too(device, monkeypatch):
-    monkeypatch.setattr(compiled_chunks, "_fails", False)
+    monkeypatch.setattr(linear_logprobs, "_fails", False)
     for softcap, with_entropy in ((None, False), (3.0, True)):
         for rows in (70, 20):
             plain, compiled = both_ways(
@@ -252,11 +252,11 @@ def test_compiled_kernels_are_right_too(device, monkeypatch):
             )
             for ours, theirs in zip(compiled, plain, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert not compiled_chunks._fails
+    assert not linear_logprobs._fails
 
 
 def test_a_machine_that_cannot_compile_computes_plainly_and_says_so(graphs, monkeypatch, caplog):
-    monkeypatch.setattr(compiled_chunks, "BACKEND", broken_backend)
+    monkeypatch.setattr(linear_logprobs, "BACKEND", broken_backend)
     plain, compiled = both_ways(40, None, False)
     for ours, theirs in zip(compiled, plain, strict=True):
         assert torch.equal(ours, theirs)

@@ -22,8 +22,8 @@ from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.forward import response_statistics, sequence_scores
 from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.modules.export import save_hf_model
+from rlhf_lightning.modules.optimization import Schedule
 from rlhf_lightning.modules.reward import RewardModule
-from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import RewardModelScorer

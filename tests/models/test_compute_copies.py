@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
+from rlhf_lightning.models.building import checkpoint_activations
 from rlhf_lightning.models.compute_copies import compute_copies
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from tests.builders.models import tiny_policy, tiny_scalar_model

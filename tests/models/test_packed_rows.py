@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_lightning.hparams import LoraHparams
-from rlhf_lightning.models.activation_checkpointing import checkpoint_activations
-from rlhf_lightning.models.cpu import llama_layer, products
+from rlhf_lightning.models.building import checkpoint_activations
+from rlhf_lightning.models.cpu import llama_layer, weight_grads
 from rlhf_lightning.models.cpu.row_blocks import DECODERS
 from rlhf_lightning.models.cpu_kernels import cpu_kernels
 from rlhf_lightning.models.forward import pack_together, packs, sequence_scores
@@ -89,7 +89,7 @@ def test_in_bf16_packed_rows_are_as_near_to_fp32_as_rows_alone(
     model_type, instruction, monkeypatch
 ):
     # Both ways of a product, whatever the processor of this machine.
-    monkeypatch.setattr(products, "multiplies_bf16", lambda: instruction)
+    monkeypatch.setattr(weight_grads, "multiplies_bf16", lambda: instruction)
     policy = tiny_policy(model_type)
     exact = gradients(policy, logprobs_alone(policy, ROWS))
     usual = gradients(policy, logprobs_alone(policy, ROWS, bf16=True))

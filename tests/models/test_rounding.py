@@ -7,8 +7,7 @@ import torch
 
 from rlhf_lightning import LoraHparams, SFTModule, export_model
 from rlhf_lightning.models.factory import load_policy
-from rlhf_lightning.models.precision import round_frozen_weights
-from rlhf_lightning.models.rounding import rounded
+from rlhf_lightning.models.precision import round_frozen_weights, rounded
 from tests.builders.models import tiny_policy, tiny_tokenizer
 
 BF16 = torch.bfloat16

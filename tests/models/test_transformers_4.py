@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from rlhf_lightning.models.export import name_old_tokenizer, with_old_keys, write_json
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
-from rlhf_lightning.models.transformers_4 import name_old_tokenizer, with_old_keys, write_json
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.models import EOS, LLAMA_LIKE, config_fields, tiny_tokenizer

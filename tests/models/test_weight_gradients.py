@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rlhf_lightning.functional.linear_logprobs import linear_token_logprobs
-from rlhf_lightning.models.cpu import products
+from rlhf_lightning.models.cpu import weight_grads
 from rlhf_lightning.models.cpu.weight_grads import RowsEmbedding, accumulate_weight_grad
 
 IDS = torch.tensor([[3, 1, 3, 0], [2, 2, 2, 5]])
@@ -44,7 +44,7 @@ def test_a_head_that_hands_over_has_the_gradients_of_one_that_does_not():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("instruction", [True, False])  # of the processor, for products of bf16
 def test_a_large_gradient_is_the_product_whatever_the_blocks(dtype, instruction, monkeypatch):
-    monkeypatch.setattr(products, "multiplies_bf16", lambda: instruction)
+    monkeypatch.setattr(weight_grads, "multiplies_bf16", lambda: instruction)
     rows, words = 48, 20_000  # 39 MiB: two blocks of many parts
     weight = nn.Parameter(torch.zeros(words, 512))
     grad, inputs = (torch.randn(rows, size).to(dtype) for size in (words, 512))

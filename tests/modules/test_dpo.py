@@ -16,7 +16,7 @@ from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.sources.base import PreferenceFolder
 from rlhf_lightning.models.factory import load_policy
 from rlhf_lightning.modules import dpo
-from rlhf_lightning.modules.reference_logprobs import pair_logprobs
+from rlhf_lightning.modules.dpo import pair_logprobs
 from tests.builders.library_runs import Stop, assert_same_weights, fit_in, rows
 from tests.builders.models import EOS, flat_gradients
 from tests.builders.record_files import row_text, write_material

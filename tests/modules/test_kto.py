@@ -17,8 +17,7 @@ from rlhf_lightning.batches import PreferenceBatch
 from rlhf_lightning.data.sources.given import GivenRows
 from rlhf_lightning.functional.statistics import wilson_interval
 from rlhf_lightning.modules import dpo
-from rlhf_lightning.modules.dpo import by_label
-from rlhf_lightning.modules.reference_logprobs import pair_logprobs
+from rlhf_lightning.modules.dpo import by_label, pair_logprobs
 from rlhf_lightning.runs.summary import new_summary
 from rlhf_lightning.runs.verdict import verdict
 from tests.builders.library_runs import Stop, assert_same_weights, fit_in, rows

@@ -12,7 +12,7 @@ import torch
 
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel, scalar_head
-from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.optimization import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from tests.builders.models import EOS, PAD, prompt_batch, tiny_policy
 from tests.builders.stages import TokenScorer, fit, ppo_hparams, tiny_models, tiny_module

@@ -14,8 +14,8 @@ from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.models.loading import warn_once
 from rlhf_lightning.modules.metrics import rollout_metrics
+from rlhf_lightning.modules.optimization import Schedule
 from rlhf_lightning.modules.ppo import PPOModule
-from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer, WeightedScorer
 from tests.builders.models import tiny_policy, tiny_scalar_model
 from tests.builders.stages import (

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.optimization import Schedule
 
 
 def factors(schedule: Schedule, total: int) -> list[float]:

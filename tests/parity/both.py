@@ -19,8 +19,8 @@ from rlhf_lightning.data.records import DemonstrationRecord, PreferenceRecord
 from rlhf_lightning.hparams import RewardHparams, SFTHparams
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
+from rlhf_lightning.modules.optimization import Schedule
 from rlhf_lightning.modules.reward import RewardModule
-from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.modules.sft import SFTModule
 from rlhf_lightning.text.tokenizers import load_tokenizer
 from tests.builders.encoding import encode_all

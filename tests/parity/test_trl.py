@@ -16,7 +16,7 @@ from transformers import get_linear_schedule_with_warmup
 
 from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
-from rlhf_lightning.modules.schedules import Schedule
+from rlhf_lightning.modules.optimization import Schedule
 from rlhf_lightning.text.tokenizers import ADDED
 
 pytest.importorskip("trl", reason="TRL is in the extra `dev`", exc_type=ImportError)

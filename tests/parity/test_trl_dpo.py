@@ -16,7 +16,7 @@ pytest.importorskip("trl", reason="TRL is in the extra `dev`", exc_type=ImportEr
 
 from trl import DPOTrainer
 
-from rlhf_lightning.modules.reference_logprobs import pair_logprobs
+from rlhf_lightning.modules.dpo import pair_logprobs
 from tests.builders.models import flat_gradients
 from tests.builders.stages import preference_batch, tiny_dpo, without_trainer
 

@@ -23,8 +23,8 @@ from rlhf_lightning.hparams import PPOHparams, SamplingHparams
 from rlhf_lightning.models.ppo_models import ppo_models
 from rlhf_lightning.modules import on_policy
 from rlhf_lightning.modules.metrics import rollout_metrics
+from rlhf_lightning.modules.optimization import Schedule
 from rlhf_lightning.modules.ppo import PPOModule
-from rlhf_lightning.modules.schedules import Schedule
 from rlhf_lightning.rollout.generators.base import CachedGenerator
 from rlhf_lightning.rollout.scorers.base import FunctionScorer
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhf_lightning.models.cpu.decode_attention import SUFFIX, one_token_attention
+from rlhf_lightning.models.cpu.attention import SUFFIX, one_token_attention
 from rlhf_lightning.rollout.generators import active_rows as engine_rows
 from rlhf_lightning.rollout.generators import base as generate
 from rlhf_lightning.rollout.noise import sample_unchecked

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from rlhf_lightning.hparams import LoraHparams
 from rlhf_lightning.models.lora import AdaptedBase, AdaptedPolicy, add_policy
-from rlhf_lightning.rollout.generators.vllm import Request, VllmGenerator
-from rlhf_lightning.rollout.generators.vllm_weights import weight_files
+from rlhf_lightning.rollout.generators.vllm import Request, VllmGenerator, weight_files
 from rlhf_lightning.rollout.noise import RowNoise
 from tests.builders.command_lines import environment
 from tests.builders.models import EOS, PAD, prompt_batch, prompt_rows, tiny_policy
@@ -363,9 +362,9 @@ def test_a_server_ends_when_the_other_side_is_gone():
 def test_no_server_outlives_a_run_that_was_killed_while_it_waits_and_no_weights(tmp_path, engine):
     script = tmp_path / "run.py"
     script.write_text(
-        "from rlhf_lightning.rollout.generators import vllm_weights\n"
+        "from rlhf_lightning.rollout.generators import vllm\n"
         "from tests.rollout.test_generate_vllm import *\n"
-        "vllm_weights.SHARED_MEMORY = Path(sys.argv[1])\n"
+        "vllm.SHARED_MEMORY = Path(sys.argv[1])\n"
         "engine = ENGINES[int(sys.argv[2])].values[0]\n"
         "generator = server(engine, {'STAND_IN_GATE': 'nowhere'}, {})\n"
         "while True:\n"

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rlhf_lightning.rollout.generators.vllm import Request, check_responses
-from rlhf_lightning.rollout.generators.vllm_weights import named_weights
+from rlhf_lightning.rollout.generators.vllm import Request, check_responses, named_weights
 from tests.builders.models import EOS, prompt_rows
 
 REQUEST = Request(

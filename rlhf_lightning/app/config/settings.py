@@ -258,7 +258,7 @@ class TrainSettings(RunSettings):
     trainer: TrainerSettings
     strategy: StrategySettings
     optimizer: Annotated[Target, builds("torch.optim.Optimizer", "params", "lr")]
-    scheduler: Annotated[Target, builds("rlhf_lightning.modules.schedules.Schedule")]
+    scheduler: Annotated[Target, builds("rlhf_lightning.modules.optimization.Schedule")]
     logger: LoggerSettings
     callbacks: CallbacksSettings
     doctor: DoctorSettings | None = None

@@ -25,9 +25,8 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from rlhf_lightning.models.cpu.attention import LONGEST, NAME, causal_softmax, compute_dtype
-from rlhf_lightning.models.cpu.products import product
 from rlhf_lightning.models.cpu.row_blocks import RowBlocks
-from rlhf_lightning.models.cpu.weight_grads import accumulate_weight_grad
+from rlhf_lightning.models.cpu.weight_grads import accumulate_weight_grad, product
 
 
 def use_fused_layers(model: PreTrainedModel) -> None:
