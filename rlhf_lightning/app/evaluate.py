@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,7 +55,8 @@ from rlhf_lightning.models.precision import MIXED_BF16, in_precision
 from rlhf_lightning.preferences.annotation.store import StoreError
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy
 from rlhf_lightning.reports.page import write_report
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, run_behind
+from rlhf_lightning.runs.manifest import ManifestError, read_manifest
 from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
@@ -296,8 +297,7 @@ def _start_lines(
     best_of, scorer, judge = settings.best_of, settings.scorer, settings.judge
     numbers = ", ".join(map(str, best_of.n))
     lines = {
-        "policy": settings.policy,
-        "baseline": settings.baseline,
+        **named_sides(settings),
         "prompts": f"{len(comparison.records):,} of {rows}" + (f" ({path})" if path else ""),
         "not asked": ", ".join(not_asked) or None,
         "responses": f"{evaluation.answers_per_prompt} a side to each prompt, of at most "
@@ -309,6 +309,15 @@ def _start_lines(
         "judge": judge and (judge.get("model") or judge.class_name),
     }
     return {name: value for name, value in lines.items() if value is not None}
+
+
+def named_sides(settings: EvaluateSettings) -> dict[str, object]:
+    """Return policy and baseline as the user named them: the run, not where its model is."""
+    policy, run = str(settings.policy), Path(settings.run or "")
+    with suppress(ManifestError):  # of an artifact
+        made = Path(read_manifest(policy, verify=False).run).resolve()
+        policy = str(run) if made == run.resolve() else policy
+    return {"policy": run_behind(policy), "baseline": run_behind(str(settings.baseline))}
 
 
 def _judged(
@@ -329,7 +338,7 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
     begun = time.perf_counter()
     scorer, target = settings.scorer, settings.benchmark
     assert target is not None
-    lines: dict[str, object] = {"policy": settings.policy, "baseline": settings.baseline}
+    lines = named_sides(settings)
     if not settings.compares_policies:
         lines = {"scorer": scorer and (scorer.get("source") or scorer.path)}
     lines |= {key: value for key, value in target.arguments.items() if value is not None}

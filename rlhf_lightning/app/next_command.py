@@ -14,11 +14,12 @@ from rlhf_lightning.app.config.inherit import named_again
 from rlhf_lightning.app.config.saved import saved_config, saved_words
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.config.ways import fitting_lengths
-from rlhf_lightning.app.prerequisites import has_records, words_for
-from rlhf_lightning.runs.folder import RunFolder, from_here
+from rlhf_lightning.app.prerequisites import file_for, has_records, words_for
+from rlhf_lightning.runs.folder import RunFolder, from_here, run_behind
 
 _COMPARE = "Read the samples. This compares it again on the prompts that training held out:"
+_TALK = "Read the samples, and talk to it beside the model that it was trained from:"
+_PPO = "Train a policy against this reward model:"
 
 
 def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequence[str]) -> str:
@@ -28,7 +29,10 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
     key of the next command takes the model.
     """
     stage = settings.spec
+    start = run_behind(str(settings.start))
     if stage.trains_policy and stage.starts_from != "base":
+        if settings.scorer is None and settings.evaluation.gold is None:
+            return _told(_TALK, "chat", [from_here(folder.path), start])
         named = named_again("evaluate", settings)
         again, key = list[str](), "scorer.function"
         if key in named and settings.select("scorer").keys() == {"_target_", "function"}:
@@ -37,25 +41,37 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
         return _told(_COMPARE, "evaluate", [_word("run", folder.path), *again])
     made = "sft" if stage.trains_policy else "reward"
     made = "base" if settings.start is None else made
+    if settings.dataset.source.path.endswith(".FileSource"):
+        return _short_way(settings, made, start, folder, overrides)
     key = f"artifacts.{made}"
-    start = _word(key, folder.export)
-    elsewhere = f"The next stage starts from it with {start}."
+    own = _word(key, folder.export)
+    elsewhere = f"The next stage starts from it with {own}."
     kind, told = {
         "base": ("sft", "Fine-tune this model on demonstrations:"),
         "sft": ("reward", "Train a reward model from this policy:"),
-        "reward": ("ppo", "Train a policy against this reward model:"),
+        "reward": ("ppo", _PPO),
     }[made]
-    another_file = settings.dataset.source.path.endswith(".FileSource")
-    if not (has_records(settings, kind) or another_file):
+    if not has_records(settings, kind):
         if f"ppo_{settings.name.partition('_')[2]}" not in choices("experiment"):
             return elsewhere
         kind, told = "ppo", "Train this policy:"
     words = [w for w in _words(settings, kind, folder, overrides) if not w.startswith(f"{key}=")]
-    if any(word.endswith("=PREFERENCES") for word in words):
-        told = f"{told[:-1]}; PREFERENCES is your file of pairs:"
-    plain = [one for one in (*words, start) if not one.startswith("--")]
-    words += fitting_lengths(plain, str(folder.export))
-    return _checked(told, [*words, start]) or elsewhere
+    return _checked(told, [*words, own]) or elsewhere
+
+
+def _short_way(
+    settings: TrainSettings, made: str, start: str, folder: RunFolder, overrides: Sequence[str]
+) -> str:
+    """Return the same of a run on a file, as `rlhf-train EXPERIMENT MODEL FILE`."""
+    kind, told = {"reward": ("ppo", _PPO)}.get(made, ("dpo", "Train it on preferences:"))
+    file, run = file_for(settings, kind), from_here(folder.path)
+    policy, reward = (start, ["--reward-model", run]) if made == "reward" else (run, [])
+    if file.isupper():
+        told = f"{told[:-1]}; {file} is your file of {file.lower()}:"
+    said = ("model=", "model.name=", "dataset=", "dataset.path=", "dataset.name=", "artifacts.")
+    experiment, *words = words_for(settings, kind, overrides, other_file=False)
+    others = [word for word in words if not word.lstrip("+").startswith(said)]
+    return _told(told, "train", [experiment, policy, file, *others, *reward])
 
 
 def after_collecting(settings: Any, folder: RunFolder, overrides: Sequence[str], data: Path) -> str:
@@ -64,26 +80,21 @@ def after_collecting(settings: Any, folder: RunFolder, overrides: Sequence[str],
         folder = RunFolder(Path(settings.run))
         overrides = [*saved_words(folder), *overrides]
     if settings.records == "preferences":
-        words = _words(settings, "reward", folder, overrides, records=True)
+        words = _words(settings, "reward", folder, overrides)
         return _checked("Train a reward model on the pairs:", [*words, _word("data.path", data)])
     source = {"_target_": "rlhf_lightning.FileSource", "path": str(from_here(data))}
     sampled = settings.candidates.policies.get("sft") or settings.artifacts.sft
-    words = _words(settings, "sft", folder, overrides, records=True)
+    words = _words(settings, "sft", folder, overrides)
     words = [word for word in words if "artifacts.base=" not in word]
     words += [_word("artifacts.base", Path(sampled)), given("data.source", source)]
     return _checked("Fine-tune on them:", words)
 
 
 def _words(
-    settings: RunSettings,
-    kind: str,
-    folder: RunFolder,
-    overrides: Sequence[str],
-    *,
-    records: bool = False,
+    settings: RunSettings, kind: str, folder: RunFolder, overrides: Sequence[str]
 ) -> list[str]:
     """Return the words of the training, with model and dataset of the run."""
-    words = list(dict.fromkeys(words_for(settings, kind, overrides, other_file=not records)))
+    words = list(dict.fromkeys(words_for(settings, kind, overrides, other_file=False)))
     file = folder.config.with_name("hydra.yaml")
     chosen = at(saved_config(file), "hydra.runtime.choices") if file.is_file() else None
     for group in ("dataset", "model"):

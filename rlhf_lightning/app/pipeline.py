@@ -211,7 +211,7 @@ def _joined(summary: Summary, judged: Mapping[str, Summary]) -> Summary:
     last = list(judged.values())[-1]
     return replace(
         summary,
-        about={"stages": summary.about["stages"], **last.about},
+        about={k: v for k, v in last.about.items() if k != "command"} | {**summary.about},
         judged=all(one.judged for one in judged.values()),
         metrics=dict(last.metrics) | dict(sorted(metrics.items())),
         gates=tuple(named),

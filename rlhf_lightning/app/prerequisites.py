@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rlhf_lightning.app.command_line import say
-from rlhf_lightning.app.config.compose import ConfigError, choices, config_dirs
+from rlhf_lightning.app.config.compose import ConfigError, choices, config_dirs, word
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
 from rlhf_lightning.app.config.validate import (
@@ -162,9 +162,9 @@ def words_for(
     if other is not None and not any(word.startswith("dataset.family=") for word in words):
         words = [f"dataset={other}" if word.startswith("dataset=") else word for word in words]
         words = [word for word in words if not word.lstrip("+").startswith("dataset.")]
-    elif other_file and not has_records(settings, kind):
-        file = f"dataset.path={recipe.data.get('kind').upper()}"
-        words = [file if word.startswith("dataset.path=") else word for word in words]
+    elif other_file and settings.select("dataset.path") is not None:
+        file = word("dataset.path", file_for(settings, kind))
+        words = [file if one.startswith("dataset.path=") else one for one in words]
     return [experiment, *words, *config_dirs()]
 
 
@@ -177,6 +177,19 @@ def has_records(settings: Any, kind: str) -> bool:
         return bool(settings.dataset.source.build().records(records, "train"))
     except ValueError:
         return False
+
+
+def file_for(settings: Any, kind: str) -> str:
+    """Return the file of the dataset, if a `kind` model learns from it, or one beside it.
+
+    That is named by its records, such as `preferences.jsonl`; where it is missing, the word for it
+    in capitals takes its place.
+    """
+    path, records = Path(settings.select("dataset.path")), str(_recipe(kind).data.get("kind"))
+    beside = path.with_name(records + "".join(path.suffixes))
+    if has_records(settings, kind):
+        return str(path)
+    return str(beside) if beside.is_file() else records.upper()
 
 
 def _untrained(kind: str, settings: RunSettings, base: str | None) -> dict[str, str | None]:

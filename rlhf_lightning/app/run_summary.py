@@ -18,6 +18,7 @@ from rlhf_lightning.callbacks.wandb_logger import shown_in_wandb
 from rlhf_lightning.data.summary import held_out_rows
 from rlhf_lightning.hparams import DPOHparams
 from rlhf_lightning.rollout.generators.captured import CapturedGenerator, why_not_captured
+from rlhf_lightning.runs.folder import run_behind
 from rlhf_lightning.runs.metric_catalog import counted
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,8 @@ def few_steps(settings: TrainSettings, parts: TrainingComponents) -> str:
     steps = math.prod(settings.passes) * int(parts.data.num_iterations)
     if steps >= FEW_STEPS or settings.trainer.limit_train_batches is not None:
         return ""
-    in_epochs = settings.data.get("num_epochs") is not None
-    length = "data.num_epochs" if in_epochs else "data.num_iterations"
     told = f"{counted(steps, 'optimizer step')} {'is' if steps == 1 else 'are'} too few"
-    return f"{told} to learn much: use a smaller data.batch_size, or more {length}."
+    return f"{told} to learn much: use a smaller data.batch_size, or more {settings.length_key}."
 
 
 def start_settings(
@@ -51,7 +50,8 @@ def start_settings(
     steps = math.prod(settings.passes) * iterations
     own = settings.spec.starts_from
     models = settings.artifacts.models().items()
-    starts = ", ".join(name if kind == own else f"{kind}: {name}" for kind, name in models)
+    named = {kind: run_behind(name) for kind, name in models}
+    starts = ", ".join(n if kind == own else f"{kind}: {n}" for kind, n in named.items())
     trainer = parts.trainer
     device = type(trainer.accelerator).__name__.removesuffix("Accelerator").lower()
     strategy = f", {settings.strategy.name}" if trainer.world_size > 1 else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import sys
 import time
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.config.ways import as_typed
 from rlhf_lightning.app.evaluation import TrainingComponents, gates_of, measure
 from rlhf_lightning.app.failures import exit_with, explain_failure
 from rlhf_lightning.app.model_export import export_trained
@@ -72,6 +74,7 @@ from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import claim_run, drop_leftovers, drop_unused
+from rlhf_lightning.runs.public_config import public_words, without_folders
 from rlhf_lightning.runs.resume import check_checkpoint, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import (
@@ -118,6 +121,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
         settings.stage, seed=settings.seed, config_hash=settings.config_hash, title=settings.title
     )
     begun = resumed(begun, folder) if continued else begun
+    begun = replace(begun, about=_typed(settings, overrides))
     summary = replace(begun, judged=not settings.only_runs)
     started = time.perf_counter()
     claim = partial(claim_run, folder.path, lambda: check_folder(settings, folder))
@@ -150,6 +154,13 @@ def _with_models(settings: TrainSettings, overrides: list[str]) -> TrainSettings
     return settings.updated({f"artifacts.{kind}": source for kind, source in models.items()})
 
 
+def _typed(settings: TrainSettings, overrides: list[str]) -> dict[str, str]:
+    """Return what the user wrote, and what was fitted to it, as the page shows them."""
+    typed, fitted = as_typed(overrides, settings)
+    command = shlex.join(["rlhf-train", *map(without_folders, public_words(typed))])
+    return {"command": command} | ({"fitted to the context": ", ".join(fitted)} if fitted else {})
+
+
 def _total(summary: Summary, started: float) -> float:
     return summary.seconds.get("total", 0.0) + time.perf_counter() - started
 
@@ -169,7 +180,7 @@ def _train(
     parts = assemble(settings, folder)
     settings = parts.settings  # with what was found out since
     about = about_run(parts.module, parts.data, name=settings.dataset.name)
-    summary = replace(summary, about=about, warning=few_steps(settings, parts))
+    summary = replace(summary, about={**summary.about, **about}, warning=few_steps(settings, parts))
     if parts.trainer.is_global_zero:
         write_summary(folder, summary)
         title = settings.title if settings.name == settings.stage else settings.name

@@ -28,7 +28,7 @@ from rlhf_lightning.evaluation.final_metrics import Findings, trained_findings
 from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs import summary as summaries
-from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics
+from rlhf_lightning.runs.folder import ITERATION, RunFolder, read_metrics, run_behind
 from rlhf_lightning.runs.lock import FolderTakenError, check_free, claim_run, drop_leftovers
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import stop_behind
@@ -84,6 +84,7 @@ class RunRecord(Callback):
         begun = summaries.new_summary(stage, seed=seed, config_hash=None, title=title)
         begun = summaries.resumed(begun, self.folder) if resumes else begun
         about = about_run(pl_module, getattr(trainer, "datamodule", None))
+        about["not the default"] = _not_default(pl_module)
         self._summary = replace(begun, about=about)
         if trainer.is_global_zero:
             if not resumes:
@@ -256,7 +257,7 @@ def _start(module: LightningModule) -> str | None:
 
 
 def about_run(module: LightningModule, data: object, *, name: str | None = None) -> dict[str, str]:
-    """Return from what, on what and against what a module trains, and what is not the default.
+    """Return from what, on what and against what a module trains.
 
     Args:
         module: made by `from_pretrained`, or of one's own.
@@ -270,14 +271,19 @@ def about_run(module: LightningModule, data: object, *, name: str | None = None)
     teacher = given.get("teacher") and f"{given['teacher'].rstrip('/')}{told}"
     compares = start is not None and hasattr(module, "policy")
     about = {
-        "trained from": start or begun,
+        "trained from": begun if start is None else run_behind(start),
         "data": "other batches" if data is None else _data(data, name),
         "objective": getattr(getattr(module, "algorithm", None), "kind", None),
         "reward": None if scorer is None else _reward(given.get("reward") or scorer),
         "teacher": teacher,
         "baseline": "the model that it was trained from" if compares else None,
     }
-    kinds = {name.lower(): kind for name, kind in vars(hparams).items()}
+    return {key: without_folders(str(value)) for key, value in about.items() if value is not None}
+
+
+def _not_default(module: LightningModule) -> str:
+    """Return the hyper-parameters of a module from Python that are not the defaults."""
+    given, kinds = module.hparams, {name.lower(): kind for name, kind in vars(hparams).items()}
     changed = [
         f"{key}.{field.name}={given[key][field.name]}"
         for key in given
@@ -285,8 +291,7 @@ def about_run(module: LightningModule, data: object, *, name: str | None = None)
         for field in fields(kind)
         if given[key].get(field.name, field.default) != field.default
     ]
-    about["not the default"] = ", ".join(changed) or "nothing"
-    return {key: without_folders(str(value)) for key, value in about.items() if value is not None}
+    return without_folders(", ".join(changed) or "nothing")
 
 
 def _data(data: Any, name: str | None) -> str:

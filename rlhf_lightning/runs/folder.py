@@ -112,6 +112,13 @@ def from_here(path: Path) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
+def run_behind(source: str) -> str:
+    """Return the run of a command whose export a model is; another folder or hub name as it is."""
+    folder = RunFolder(Path(source).parent)
+    exported = folder.export == Path(source) and folder.config.is_file()
+    return str(folder.path) if exported else source
+
+
 class MetricsAppender:
     """Append rows to `metrics.csv`, one an iteration, each flushed when it is written.
 

@@ -30,7 +30,7 @@ from rlhf_lightning.app.config.compose import (
 )
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.config.ways import read_experiment, replaced, spelled_out
+from rlhf_lightning.app.config.ways import read_experiment, replaced, short_words, spelled_out
 from rlhf_lightning.app.pipeline_steps import as_overrides
 from rlhf_lightning.app.start import with_run
 
@@ -116,7 +116,7 @@ def written_out(module: str, words: tuple[str, ...]) -> tuple[str, ...]:
     one, (model, file, *rest) = read_experiment(words[0]), words[1:]
     functions, rest = values_of("--reward", rest)
     models, rest = values_of("--reward-model", rest)
-    ours = one.words(model, "mine", file, "mine")
+    ours = short_words(one.name, one.start, model, file)
     ours += one.reward_words(functions) if functions else []
     ours += [word("artifacts.reward", each) for each in models]
     return tuple(replaced(ours, rest))

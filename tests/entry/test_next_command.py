@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from rlhf_lightning.runs.folder import RunFolder
 from tests.builders.command_lines import LENGTH_REWARD, settings_of
 from tests.entry.test_run_of_training import run_of
 
+RUN = "outputs/a run/1"
 PRETRAINED = ["model=pretrained", "dataset=files", "dataset.name=mine"]
 
 
@@ -49,35 +51,43 @@ def printed(
 
 
 @pytest.mark.parametrize(
-    ("key", "words", "wanted"),
+    ("words", "wanted"),
     [
-        ("base", ["+experiment=base", "seed=3"], ["+experiment=sft", "seed=3"]),
-        (
-            "sft",
-            ["+experiment=sft", *PRETRAINED, "dataset.path=demos.jsonl", "artifacts.base=org/m"],
-            ["+experiment=reward", *PRETRAINED, "dataset.path=PREFERENCES"],
-        ),
-        (
-            "reward",
-            ["+experiment=reward", *PRETRAINED, "dataset.path=pairs.jsonl", "artifacts.sft=org/m"],
-            ["+experiment=ppo", *PRETRAINED, "dataset.path=pairs.jsonl", "artifacts.sft=org/m"],
-        ),
+        (["base", "seed=3"], ["sft", "seed=3"]),
+        (["sft", "dataset=tldr", "model=smollm2_135m"], ["reward", "dataset=tldr"]),
+        (["reward", "dataset=tldr", "model=smollm2_135m"], ["ppo", "dataset=tldr"]),
     ],
 )
-def test_the_next_stage_has_the_model_and_the_dataset_of_the_run(key, words, wanted):
-    told, command = printed(words)
-    start = command.index("+experiment=" + wanted[0].partition("=")[2])
-    assert sorted(command[start:-1]) == sorted(wanted)
-    settings = settings_of(*command[start:])
-    assert settings.artifacts.of(key) == "outputs/a run/1/export"
+def test_the_next_stage_has_the_model_and_the_dataset_of_the_run(words, wanted):
+    words, wanted = ([f"+experiment={name}", *more] for name, *more in (words, wanted))
+    _, command = printed(words)
+    settings = settings_of(*command[command.index(wanted[0]) :])
+    assert {*wanted} <= {*command}
+    assert "outputs/a run/1/export" in settings.artifacts.models().values()
     assert settings.model.name == settings_of(*words).model.name
-    assert ("your file of pairs" in told) == ("dataset.path=PREFERENCES" in wanted)
 
 
-def test_the_next_stage_has_lengths_that_fit_a_short_context():
-    words = ["+experiment=sft", *PRETRAINED, "dataset.path=demos.jsonl", "artifacts.base=org/m"]
-    _, command = printed(words, max_position_embeddings=128)
-    assert {"data.max_length=128", "evaluation.max_new_tokens=64"} < set(command)
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["sft", "org/m", "demos.jsonl", "seed=3"], ["dpo", RUN, "PREFERENCES", "seed=3"]),
+        (["sft", "org/m", "pairs.jsonl"], ["dpo", RUN, "pairs.jsonl"]),
+        (
+            ["reward", "org/m", "pairs.jsonl"],
+            ["ppo", "org/m", "pairs.jsonl", "--reward-model", RUN],
+        ),
+        (["dpo", "org/m", "pairs.jsonl"], [RUN, "org/m"]),
+    ],
+)
+def test_a_run_on_a_file_goes_on_in_the_short_way(words, wanted):
+    told, command = printed(spelled_out(words))
+    assert command[-len(wanted) :] == wanted
+    assert ("PREFERENCES is your file" in told) == ("PREFERENCES" in wanted)
+
+
+def test_the_next_command_reads_the_file_beside_that_of_the_run():
+    shutil.copy("pairs.jsonl", "preferences.jsonl")
+    assert printed(spelled_out(["sft", "org/m", "demos.jsonl"]))[1][-1] == "preferences.jsonl"
 
 
 def test_the_evaluation_of_a_policy_names_again_what_a_folder_is_not_trusted_with():

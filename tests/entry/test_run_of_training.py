@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from rlhf_lightning.app.config.saved import write_settings
+from rlhf_lightning.app.evaluate import named_sides
 from rlhf_lightning.app.pipeline_steps import plan
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.manifest import write_manifest
 from rlhf_lightning.runs.summary import new_summary, write_summary
 from tests.builders.command_lines import settings_of
 from tests.entry.test_pipeline import composed, settings_of_step
@@ -75,6 +77,14 @@ def test_the_models_of_a_run_are_found_from_another_folder(tmp_path, monkeypatch
     assert settings.baseline == str(here / "artifacts/demo_seed7/sft")
     assert settings.scorer.get("source") == str(here / "artifacts/demo_seed7/reward")
     assert settings.seed == 7
+    artifact = here / "artifacts/demo_seed7/ppo"
+    artifact.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (artifact / name).write_bytes(b"{}")
+    write_manifest(artifact, stage="ppo", run=str(here / "outputs/ppo/1"))
+    published = settings_of("run=../here/outputs/ppo/1", entry="evaluate")
+    assert published.policy == str(artifact)
+    assert named_sides(published)["policy"] == "../here/outputs/ppo/1"
     collection = settings_of("run=../here/outputs/ppo/1", entry="collect")
     assert collection.candidates.policies["sft"] == settings.baseline
     again = settings_of("run=../here/outputs/ppo/1", "artifacts.reward=other", entry="evaluate")

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from rlhf_lightning.app.command_line import check_command_line
 from rlhf_lightning.app.config.compose import choices, composed, register
 from rlhf_lightning.app.config.recipes import experiment_help, recipe, run_yaml
-from rlhf_lightning.app.config.ways import read_experiment, spelled_out, with_file
+from rlhf_lightning.app.config.ways import as_typed, read_experiment, spelled_out, with_file
 from rlhf_lightning.app.evaluation import check_context_length
 from rlhf_lightning.app.start import print_recipe, words_of
 from rlhf_lightning.runs.folder import RunFolder
@@ -119,6 +119,11 @@ def test_the_short_way_is_the_configuration_of_the_overrides(short, long):
     assert ours.config_hash == theirs.config_hash
     assert ours.resolved == theirs.resolved
     assert spelled_out(words) == words
+    typed, fitted = as_typed(words, ours)
+    own = {*shlex.split(short), "run/export"}  # which is no run, but for its name
+    assert {word for word in typed if "=" not in word} <= own
+    assert sorted(spelled_out(typed)) == sorted(words)
+    assert ("max_" in str(typed), len(fitted)) == (False, str(words).count("max_"))
 
 
 FUNCTION = "scorer=function scorer.function=reward.py:length"

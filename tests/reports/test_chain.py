@@ -26,9 +26,8 @@ def pipeline(folder: Path) -> RunFolder:
         write_summary(stage, replace(read_summary(stage), gates=gates, about=about))
         write_report(stage)
     run = RunFolder(folder)
-    summary = Summary(
-        "pipeline", "stopped", 1, cause="round_1/reward failed. Then say accept=[reward]"
-    )
+    cause = "round_1/reward failed. Then say accept=[reward]"
+    summary = Summary("pipeline", "stopped", 1, cause=cause)
     seconds = {"round_1/sft": 30.0, "round_1/reward": 60.0, "total": 90.0}
     about = {"stages": ", ".join(STAGES)}
     write_summary(run, replace(summary, about=about, seconds=seconds))
@@ -36,10 +35,8 @@ def pipeline(folder: Path) -> RunFolder:
 
 
 def cards(page: str) -> list[str]:
-    return [
-        Outline(card).text
-        for card in re.findall(r'<article class="sample.*?</article>', page, re.S)
-    ]
+    found = re.findall(r'<article class="sample.*?</article>', page, re.S)
+    return [Outline(card).text for card in found]
 
 
 def test_each_stage_has_its_figure_its_curve_its_gates_its_time_and_a_link(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 from omegaconf import OmegaConf
@@ -29,9 +29,12 @@ from rlhf_lightning.app.config.compose import (
 )
 from rlhf_lightning.app.config.errors import ADDED, composition
 from rlhf_lightning.misfit import did_you_mean, near_path
-from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.folder import RunFolder, run_behind
 from rlhf_lightning.runs.manifest import is_available, no_model
 from rlhf_lightning.runs.reading import read_json, read_yaml
+
+if TYPE_CHECKING:
+    from rlhf_lightning.app.config.settings import TrainSettings
 
 _ENDINGS = re.compile(r"(\.(jsonl?|csv|tsv|parquet|arrow|gz))+$")
 _HYDRA_TAKES_A_WORD = ("--cfg", "-c", "--info", "-i", "--package", "-p")
@@ -42,6 +45,8 @@ _WITH_VALUE = (  # flags, ours and Hydra's
 )
 _FLAGS = (*_WITH_VALUE, "--as-python", "--resolve", "--run", "--multirun", "--hydra-help")
 _SAMPLED = "module.sampling.max_new_tokens"
+_HALVES = ("data.max_prompt_length", _SAMPLED)
+_WHOLE, _ANSWERED = "data.max_length", "evaluation.max_new_tokens"
 _SAYS_LENGTHS = re.compile(r"\+*((dataset|model|preset)=|[\w.]*(lengths\b|max_\w+))")
 FOLDERS = "config_dir"
 _REWARD = re.compile(
@@ -70,15 +75,9 @@ class Experiment(NamedTuple):
     needs_reward: bool
     others: Sequence[str]
 
-    def words(self, model: str, model_name: str, file: str, file_name: str) -> list[str]:
-        """Return the words of a model and of a file of records; without a file those of a model."""
-        found = [f"+experiment={self.name}", "model=pretrained", word("model.name", model_name)]
-        named = ["dataset=files", word("dataset.path", file), word("dataset.name", file_name)]
-        return [*found, word(self.start, model), *(named if file else ())]
-
     def example(self) -> list[str]:
         """Return the words of MODEL and FILE, and of a reward where one is needed."""
-        words = self.words("MODEL", "mine", "FILE", "mine") if self.start else []
+        words = short_words(self.name, self.start, "MODEL", "FILE") if self.start else []
         reward = self.reward_words(["reward.py:score"]) if self.start and self.needs_reward else []
         return [*words, *reward] or [f"+experiment={self.name}"]
 
@@ -86,6 +85,48 @@ class Experiment(NamedTuple):
         """Return the words of reward functions, which take the place of a reward model."""
         zero = ["module.value_head=zero"] * ("value_head" in self.module)
         return [*scorer_words(functions), "artifacts.reward=null", *zero]
+
+
+def short_words(experiment: str, start: str, model: str, file: str) -> list[str]:
+    """Return what EXPERIMENT MODEL FILE stands for; without a file EXPERIMENT MODEL.
+
+    Args:
+        experiment: its name.
+        start: key of the model that it starts from.
+        model: folder or hub name of that.
+        file: a file of records, or "".
+    """
+    found = [f"+experiment={experiment}", "model=pretrained", word("model.name", model_name(model))]
+    name = _folder_name(_ENDINGS.sub("", Path(file).name))
+    named = ["dataset=files", word("dataset.path", file), word("dataset.name", name)]
+    return [*found, word(start, model), *(named if file else ())]
+
+
+def as_typed(words: Sequence[str], settings: TrainSettings) -> tuple[list[str], list[str]]:
+    """Return the words of a training in the short way, if they can be, and its fitted lengths.
+
+    Args:
+        words: overrides of its command line.
+        settings: its settings.
+    """
+    plain = {one.lstrip("+"): one for one in words}
+    start = str(settings.start)
+    file = str(settings.select("dataset.path")) if "dataset=files" in plain else ""
+    experiment = next((one[11:] for one in plain if one.startswith("experiment=")), "")
+    key = f"artifacts.{settings.spec.starts_from}"
+    made = {one.lstrip("+") for one in short_words(experiment, key, start, file)}
+    if not {*replaced(sorted(made), sorted(plain))} <= plain.keys():
+        return list(words), []
+    half, reward = (context := _context(start) or 0) // 2, list[str]()
+    room = dict.fromkeys((*_HALVES, _ANSWERED), half) | {_WHOLE: context}
+    fitted = {word(key, most) for key, most in room.items()}
+    scored = {"scorer=function", word("scorer.function", settings.select("scorer.function"))}
+    if scored | {"artifacts.reward=null"} <= plain.keys():
+        made |= {*scored, "artifacts.reward=null", "module.value_head=zero"}
+        reward = ["--reward", str(settings.select("scorer.function"))]
+    rest = [one for name, one in plain.items() if name not in fitted | made]
+    typed = [experiment, run_behind(start), *([file] if file else ()), *rest, *reward]
+    return typed, [one for one in plain if one in fitted]
 
 
 def scorer_words(functions: Sequence[str]) -> list[str]:
@@ -182,8 +223,7 @@ def _of_experiment(
     if not one.start:
         raise ConfigError(f"{one.name} starts from no model: write +experiment={one.name}")
     model, file = _model_and_file(one, bare[1:], others)
-    names = model_name(model), _folder_name(_ENDINGS.sub("", Path(file).name))
-    ours = one.words(model, names[0], file, names[1])
+    ours = short_words(one.name, one.start, model, file)
     lengths = [each for each in others if _SAYS_LENGTHS.match(each)]
     ours += fitting_lengths(replaced(ours, lengths), model)
     has_own = any(each.lstrip("+").startswith(("scorer", "artifacts.reward=")) for each in others)
@@ -249,12 +289,7 @@ def fitting_lengths(words: Sequence[str], model: str) -> list[str]:
         words: what says the lengths.
         model: a folder, whose `config.json` has the context; of a hub name it is not known here.
     """
-    config = None
-    with suppress(OSError, ValueError):
-        config = read_json(Path(model, "config.json"))
-    names = ("text_config.max_position_embeddings", "max_position_embeddings", "n_positions")
-    context = next((size for name in names if isinstance(size := at(config, name), int)), None)
-    if context is None:
+    if (context := _context(model)) is None:
         return []
     with suppress(ConfigError):  # it is told where the words are read
         cfg = composition("train", [*config_dirs(), *words])
@@ -263,12 +298,21 @@ def fitting_lengths(words: Sequence[str], model: str) -> list[str]:
             value = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
             return value if isinstance(value, int) else 0
 
-        half, keys = max(context // 2, 1), ("data.max_prompt_length", _SAMPLED)
-        room = dict.fromkeys(keys, half) if sum(map(length, keys)) > context else {}
+        half = max(context // 2, 1)
+        room = dict.fromkeys(_HALVES, half) if sum(map(length, _HALVES)) > context else {}
         if not length(_SAMPLED):
-            room = {"data.max_length": context, "evaluation.max_new_tokens": half}
+            room = {_WHOLE: context, _ANSWERED: half}
         return [word(key, most) for key, most in room.items() if length(key) > most]
     return []
+
+
+def _context(model: str) -> int | None:
+    """Return how many tokens a model in a folder reads; None where that is not known here."""
+    config = None
+    with suppress(OSError, ValueError):
+        config = read_json(Path(model, "config.json"))
+    names = ("text_config.max_position_embeddings", "max_position_embeddings", "n_positions")
+    return next((size for name in names if isinstance(size := at(config, name), int)), None)
 
 
 def _folder_name(text: str) -> str:
