@@ -18,6 +18,7 @@ from rlhf_lightning.data.collate import SFTCollator
 from rlhf_lightning.data.encode import EncodedSequence, RecordEncoder
 from rlhf_lightning.data.formats import with_row_keys
 from rlhf_lightning.data.records import DemonstrationRecord, Text
+from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.factory import frozen, load_scalar_model
 from rlhf_lightning.models.forward import sequence_scores
 from rlhf_lightning.models.heads import ScalarHeadModel
@@ -52,7 +53,8 @@ class RewardModelAnnotator:
         source: folder or hub name of a sequence classifier with one score, such as the reward stage
             exports; its tokenizer and chat template are those it was trained with.
         name: name of the annotator.
-        max_length: longest prompt and response in tokens; a pair with a longer side is skipped.
+        max_length: longest prompt and response in tokens, at most the model's context; a pair with
+            a longer side is skipped.
         tie_below: a difference of scores that is smaller than this is a tie.
         batch_size: pairs that are scored, and whose labels reach the disk, together.
         micro_batch_size: responses in one forward.
@@ -83,6 +85,10 @@ class RewardModelAnnotator:
         tokenizer = load_tokenizer(self.source, **origin)
         return tokenizer, frozen(model).to(device), ControlTokens(tokenizer)
 
+    @property
+    def _longest(self) -> int:
+        return min(self.max_length, max_positions(self._loaded[1].trunk) or self.max_length)
+
     def label(self, pairs: Sequence[Pair]) -> list[Label]:
         """Return one label a pair; the margin is the difference of the scores."""
         # By name, because messages cannot be keys; a response in several pairs is scored once.
@@ -92,7 +98,7 @@ class RewardModelAnnotator:
         for pair in pairs:
             first, second = scores[pair.prompt_id, pair.first], scores[pair.prompt_id, pair.second]
             if first is None or second is None:
-                why = f"longer than {self.max_length} tokens"
+                why = f"longer than {self._longest} tokens"
                 labels.append(labelled(self, pair, "skip", reason=why))
             else:
                 labels.append(by_gap(pair, first - second, self, tie_below=self.tie_below))
@@ -103,8 +109,7 @@ class RewardModelAnnotator:
         tokenizer, model, _ = self._loaded
         encoded = [self._encode(*answer) for answer in answers]
         rows, size = [row for row in encoded if row is not None], self.micro_batch_size
-        values = score_rows(model, rows, batch_size=size, pad_token_id=int(tokenizer.pad_token_id))
-        scores = iter(values)
+        scores = iter(score_rows(model, rows, batch_size=size, pad_token_id=tokenizer.pad_token_id))
         return [None if row is None else next(scores) for row in encoded]
 
     def _encode(
@@ -112,8 +117,7 @@ class RewardModelAnnotator:
     ) -> EncodedSequence | None:
         disarmed = self._loaded[2].disarmed
         record = DemonstrationRecord(disarmed(prompt), completion_of(prompt, disarmed(answer)))
-        if variables:
-            asked, _ = with_row_keys(record, variables)
-            record = replace(record, variables=disarmed(asked.variables))
-        rows = RecordEncoder(self._loaded[0], max_length=self.max_length)(record)
+        asked, _ = with_row_keys(record, variables)
+        record = replace(record, variables=disarmed(asked.variables))
+        rows = RecordEncoder(self._loaded[0], max_length=self._longest)(record)
         return cast(EncodedSequence, rows[0]) if rows else None

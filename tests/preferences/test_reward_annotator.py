@@ -13,6 +13,7 @@ from rlhf_lightning.models.factory import load_policy, load_scalar_model
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.preferences.records import Pair
 from rlhf_lightning.preferences.reward_annotator import RewardModelAnnotator
+from tests.builders.models import config_fields
 from tests.builders.tokenizers import CHATML, build_tokenizer
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
@@ -29,18 +30,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     tokenizer = build_tokenizer(template=CHATML)
     stops = [int(tokenizer.eos_token_id)]
-    fields = {
-        "model_type": "llama",
-        "vocab_size": len(tokenizer),
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-        "eos_token_id": stops[0],
-        "pad_token_id": stops[0],
-    }
+    size = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    fields = config_fields("llama", **size, eos_token_id=stops[0], pad_token_id=stops[0])
     policy = load_policy(from_scratch=fields)
     save_hf_model(policy, tokenizer, root / "policy", policy.state_dict(), stop_ids=stops)
     reward = load_scalar_model(root / "policy", head="reward", seed=3)
@@ -92,8 +83,11 @@ def test_the_template_is_given_the_variables_of_a_pair_and_must_write_them(folde
 
 def test_an_answer_that_is_too_long_is_skipped_and_near_scores_are_ties(folder: Path) -> None:
     short = len("question 0no, really") + 1
-    labels = RewardModelAnnotator(folder, max_length=short).label(PLAIN)
-    assert [label.choice == "skip" for label in labels] == [False] + [True] * 5
-    assert labels[1].reason == f"longer than {short} tokens"
+    limited = RewardModelAnnotator(folder)
+    limited._loaded[1].trunk.config.max_position_embeddings = short
+    for annotator in (RewardModelAnnotator(folder, max_length=short), limited):
+        labels = annotator.label(PLAIN)
+        assert [label.choice == "skip" for label in labels] == [False] + [True] * 5
+        assert labels[1].reason == f"longer than {short} tokens"
     ties = RewardModelAnnotator(folder, tie_below=1e6).label(PLAIN)
     assert {label.choice for label in ties} == {"tie"}
