@@ -279,8 +279,7 @@ def stop_ids(
         ValueError: if the files of the checkpoint cannot be read, or the hub does not say whether
             it has a generation_config.json.
     """
-    end = turn_end(tokenizer)
-    template = () if end is None else (end.token_id,)
+    template = () if (end := turn_end(tokenizer)) is None else (end.token_id,)
     eos = None if source is None else _generation_config(source, revision).eos_token_id
     named = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return tuple(sorted({int(tokenizer.eos_token_id), *template, *named}))
