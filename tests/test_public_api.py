@@ -117,8 +117,7 @@ def test_a_dry_run_leaves_nothing_in_the_folder_of_the_run_that_follows(material
 
 
 def test_a_checkpoint_is_loaded_with_its_hyper_parameters(material, whole):
-    trained, folder = whole
-    checkpoint = folder / "checkpoints/last.ckpt"
+    trained, checkpoint = whole[0], whole[1] / "checkpoints/last.ckpt"
     with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, reward=function\)"):
         PPOModule.load_from_checkpoint(checkpoint)
     with pytest.raises(ValueError, match="load_from_checkpoint of the module"):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
+from pydantic import Field
+
+from rlhf_lightning.arguments import LOWEST_TEMPERATURE, AtLeast0, annotations_of, fitting
 from rlhf_lightning.functional.kl import adapted_kl_coef
 from rlhf_lightning.hparams import OnPolicyHparams, SamplingHparams
+from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.modules.checkpoint_state import log_changed
 
 ASKED = "asked"  # in a checkpoint: what the run that wrote it began with
@@ -17,7 +21,8 @@ ASKED = "asked"  # in a checkpoint: what the run that wrote it began with
 class Controls:
     """Values that the KL controller and callbacks change, effective at the next rollout.
 
-    They must be changed identically on every rank.
+    They must be changed identically on every rank. A value that cannot be meant is refused when it
+    is set, as is a name that is none of these.
 
     Args:
         kl_coef: weight of the KL penalty, in the reward or in the loss.
@@ -29,15 +34,24 @@ class Controls:
             where it is above 1; 1 where absent.
     """
 
-    kl_coef: float
-    temperature: float
-    learning_rate_factor: float = 1.0
+    kl_coef: AtLeast0
+    temperature: Annotated[float, Field(ge=LOWEST_TEMPERATURE, le=10)]
+    learning_rate_factor: AtLeast0 = 1.0
     diversity_bonus: float = 0.0
     domain_weights: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Ask for nothing: `from_hparams` does."""
         self._asked: dict[str, float] = {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a value that fits."""
+        hints = annotations_of(Controls)
+        if name not in (*hints, "_asked"):
+            raise AttributeError(f"controls have no {name!r}{did_you_mean(name, hints)}")
+        if name in hints:
+            value = fitting(f"controls.{name}", value, hints[name])
+        super().__setattr__(name, value)
 
     @classmethod
     def from_hparams(cls, hparams: OnPolicyHparams, sampling: SamplingHparams, key: str) -> Self:

@@ -8,9 +8,7 @@ from rlhf_lightning.modules.metrics import RunningMeans
 
 
 def controls() -> Controls:
-    return Controls.from_hparams(
-        PPOHparams(kl_coef=0.07), SamplingHparams(temperature=0.8), "module.ppo"
-    )
+    return Controls.from_hparams(PPOHparams(kl_coef=0.07), SamplingHparams(temperature=0.8), "ppo")
 
 
 def test_a_checkpoint_gives_every_control_back():
@@ -29,6 +27,12 @@ def test_a_checkpoint_that_lacks_a_control_is_refused():
     del state["temperature"]
     with pytest.raises(KeyError, match="temperature"):
         controls().load_state_dict(state)
+
+
+@pytest.mark.parametrize(("name", "value"), [("kl_coeff", 1), ("kl_coef", -1), ("temperature", 0)])
+def test_what_no_control_can_be_is_refused_when_it_is_set(name, value):
+    with pytest.raises((AttributeError, ValueError), match=f"controls.*{name}"):
+        setattr(controls(), name, value)
 
 
 def test_a_minibatch_without_a_step_counts_in_the_means_and_not_in_the_steps():
