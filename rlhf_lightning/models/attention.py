@@ -9,16 +9,16 @@ fixed shapes may use cuDNN as well, where it is the fastest.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-WAYS = ("auto", "torch")
-_way = "auto"
+from rlhf_lightning.models.way import Way
+
+_way = Way("model.attention_backends", "torch")
 
 
-@contextmanager
-def attention_backends(way: str) -> Iterator[None]:
+def attention_backends(way: str) -> AbstractContextManager[None]:
     """Choose attention kernels in this way inside.
 
     Args:
@@ -27,14 +27,7 @@ def attention_backends(way: str) -> Iterator[None]:
     Raises:
         ValueError: for another one.
     """
-    global _way
-    if way not in WAYS:
-        raise ValueError(f"model.attention_backends={way!r}: use {', '.join(WAYS)}")
-    before, _way = _way, way
-    try:
-        yield
-    finally:
-        _way = before
+    return _way.chosen_by(way)
 
 
 def expect_varying_shapes() -> None:
@@ -43,7 +36,7 @@ def expect_varying_shapes() -> None:
     For the whole process: activation checkpointing repeats forwards inside the backward pass, out
     of reach of a context.
     """
-    if _way == "auto":
+    if _way.name == "auto":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
@@ -51,7 +44,7 @@ def expect_varying_shapes() -> None:
 def fixed_shapes() -> Iterator[None]:
     """Allow cuDNN's attention inside, for shapes that repeat; see `attention_backends`."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(before or _way == "auto")
+    torch.backends.cuda.enable_cudnn_sdp(before or _way.name == "auto")
     try:
         yield
     finally:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-WAYS = ("auto", "torch")
+from rlhf_lightning.models.way import Way
+
 # Architectures whose norm, rotation and MLP (with silu) are Llama's.
 KNOWN = ("llama", "mistral", "qwen2", "qwen3")
 # What these return is read by matrices alone, which autocast would cast it for one by one.
 BEFORE_MATRICES = ("input_layernorm", "post_attention_layernorm")
 ROTATION = "apply_rotary_pos_emb"
 DEVICE = "cuda"
-_way = "auto"
+_way = Way("model.kernels", "torch")
 
 
-@contextmanager
-def gpu_kernels(way: str) -> Iterator[None]:
+def gpu_kernels(way: str) -> AbstractContextManager[None]:
     """Choose the kernels of models that are placed on CUDA inside.
 
     Args:
@@ -40,19 +40,12 @@ def gpu_kernels(way: str) -> Iterator[None]:
     Raises:
         ValueError: for another one.
     """
-    global _way
-    if way not in WAYS:
-        raise ValueError(f"model.kernels={way!r}: use {', '.join(WAYS)}")
-    before, _way = _way, way
-    try:
-        yield
-    finally:
-        _way = before
+    return _way.chosen_by(way)
 
 
 def fuses() -> bool:
     """Return whether kernels are fused on CUDA."""
-    return _way == "auto"
+    return _way.name == "auto"
 
 
 def has_liger() -> bool:

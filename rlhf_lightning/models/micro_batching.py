@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-WAYS = ("auto", "buckets", "tokens")
+from rlhf_lightning.models.way import Way
+
 # A micro-batch where no number of rows is given, padding included: the smallest that fills an H100
 # at half a billion weights, whose host needs as long to launch it as the card to compute it.
 TOKENS = 16_384
-_way = "auto"
+_way = Way("model.micro_batches", "buckets", "tokens")
 _tokens = TOKENS
 
 
-@contextmanager
-def micro_batching(way: str) -> Iterator[None]:
+def micro_batching(way: str) -> AbstractContextManager[None]:
     """Put rows together in this way inside: see `models.forward.micro_batches`.
 
     Args:
@@ -24,24 +23,17 @@ def micro_batching(way: str) -> Iterator[None]:
     Raises:
         ValueError: for another one.
     """
-    global _way
-    if way not in WAYS:
-        raise ValueError(f"model.micro_batches={way!r}: use {', '.join(WAYS)}")
-    before, _way = _way, way
-    try:
-        yield
-    finally:
-        _way = before
+    return _way.chosen_by(way)
 
 
 def in_buckets(device_type: str) -> bool:
     """Return whether a row is always evaluated at one width there, so that it has one result."""
-    return _way == "buckets" or (_way == "auto" and device_type == "cpu")
+    return _way.name == "buckets" or (_way.name == "auto" and device_type == "cpu")
 
 
 def automatic() -> bool:
     """Return whether no way was asked for."""
-    return _way == "auto"
+    return _way.name == "auto"
 
 
 def token_budget() -> int:
