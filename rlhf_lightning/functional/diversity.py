@@ -27,8 +27,6 @@ def distinct_n(sequences: Iterable[Sequence[Hashable]], *, n: int) -> float:
 
     Source: Li et al. 2016, "A diversity-promoting objective function" (distinct-1, distinct-2).
     """
-    if n < 1:
-        raise ValueError(f"n={n} must be at least 1: use 1 for words, 2 for pairs of words")
     seen: set[tuple[Hashable, ...]] = set()
     total = 0
     for sequence in sequences:
@@ -66,8 +64,6 @@ def repeated_ngram_fraction(sequences: Iterable[Sequence[Hashable]], *, n: int) 
 
     Source: Welleck et al. 2020 (seq-rep-n).
     """
-    if n < 1:
-        raise ValueError(f"n={n} must be at least 1: use 4, as seq-rep-4 does")
     fractions = [1 - len(set(grams)) / len(grams) for s in sequences if (grams := _ngrams(s, n))]
     return sum(fractions) / len(fractions) if fractions else 0.0
 
@@ -85,8 +81,6 @@ def novel_ngram_shares(sequences: Sequence[Sequence[Hashable]], *, n: int) -> li
     Raises:
         ValueError: if `n` is below 1.
     """
-    if n < 1:
-        raise ValueError(f"n={n} must be at least 1: use 2, as Controls.diversity_bonus does")
     grams = [set(_ngrams(sequence, n)) for sequence in sequences]
     holders = Counter(gram for own in grams for gram in own)
     return [sum(holders[g] == 1 for g in own) / len(own) if own else 0.0 for own in grams]
@@ -158,4 +152,6 @@ def _bleu(
 
 
 def _ngrams(sequence: Sequence[Hashable], n: int) -> list[tuple[Hashable, ...]]:
+    if n < 1:
+        raise ValueError(f"n={n} must be at least 1: use 1 for words, 2 for pairs of words")
     return [tuple(sequence[i : i + n]) for i in range(len(sequence) - n + 1)]

@@ -153,15 +153,9 @@ def ppo_policy_loss(
     2020, "Mastering complex control in MOBA games" (`dual_clip`).
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    ratio = log_ratio.exp()
     return _clipped_surrogate(
-        log_ratio.exp(),
-        log_ratio,
-        advantages,
-        mask,
-        cliprange,
-        cliprange_high,
-        dual_clip,
-        num_tokens,
+        ratio, log_ratio, advantages, mask, cliprange, cliprange_high, dual_clip, num_tokens
     )
 
 
