@@ -71,13 +71,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, map_location, weights_only=True)
 
 
-def silence_resume_warnings() -> None:
-    """Silence what Lightning says about resuming and does not apply: the sampler is resumable."""
-    said = ("your dataloader is not resumable", "that ended before the epoch ended")
-    for part in (*said, "callbacks used when creating the checkpoint", "dirpath has changed from"):
-        warnings.filterwarnings("ignore", message=f".*{part}.*")
-
-
 class IterationCheckpoint(Checkpoint):
     """Save every few iterations or minutes, at the last one, when asked to stop, and the best.
 
@@ -139,9 +132,13 @@ class IterationCheckpoint(Checkpoint):
         return "" if self.best_iteration is None else str(self._path(self.best_iteration))
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note whether this is a dry run, which saves nothing."""
+        """Note whether this is a dry run, which saves nothing; silence what does not apply."""
         self._dry = bool(getattr(trainer, "fast_dev_run", False))
-        silence_resume_warnings()
+        # What Lightning says about resuming: the sampler is resumable.
+        said = ["your dataloader is not resumable", "that ended before the epoch ended"]
+        said += ["callbacks used when creating the checkpoint", "dirpath has changed from"]
+        for part in said:
+            warnings.filterwarnings("ignore", message=f".*{part}.*")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take up where the checkpoint left off, and drop what was written after it.

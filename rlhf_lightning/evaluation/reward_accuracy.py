@@ -21,6 +21,7 @@ from rlhf_lightning.text.decode import decoded, response_texts
 
 MATCHED = 0.1
 MOST_WRONG = 6  # pairs whose texts a page shows
+BINS = 10
 
 
 class ScoredPair(NamedTuple):
@@ -130,7 +131,8 @@ def pair_values(
         tokenizer: tokenizer of the model.
     """
     margins = np.array([pair.chosen - pair.rejected for pair in pairs])
-    stated, tenths = _stated(np.abs(margins))
+    stated = 1 / (1 + np.exp(-np.clip(np.abs(margins), -700, 700)))
+    tenths = np.minimum((stated * BINS).astype(int), BINS - 1)
     parts = []
     for tenth in np.unique(tenths):
         inside = tenths == tenth
@@ -200,12 +202,3 @@ def _accuracy(pairs: Sequence[ScoredPair], cut: str = "", *, interval: bool) -> 
     if interval and (prompts := len({*_prompts(pairs)})) < len(pairs):
         found[f"val/num_pair_prompts{cut}"] = float(prompts)
     return found
-
-
-BINS = 10
-
-
-def _stated(gaps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the probability that each gap of scores states, and the tenth that it lies in."""
-    stated = 1 / (1 + np.exp(-np.clip(gaps, -700, 700)))
-    return stated, np.minimum((stated * BINS).astype(int), BINS - 1)

@@ -103,17 +103,13 @@ def checkpoint_activations(
 
     Source: Chen et al. 2016.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _has_dropout(model)}
+    fields = (value for name, value in vars(model.config).items() if "drop" in name)
+    modules = (module.p for module in model.modules() if isinstance(module, _DROPOUTS))
+    drops = any(isinstance(p, int | float) and p > 0 for p in (*fields, *modules))
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": drops}
     if contexts is not None:
         options["context_fn"] = contexts
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.23
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-
-
-def _has_dropout(model: PreTrainedModel) -> bool:
-    """Return whether anything is dropped, by a field of the configuration or by a module."""
-    fields = (value for name, value in vars(model.config).items() if "drop" in name)
-    modules = (module.p for module in model.modules() if isinstance(module, _DROPOUTS))
-    return any(isinstance(p, int | float) and p > 0 for p in (*fields, *modules))

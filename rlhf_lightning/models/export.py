@@ -124,7 +124,9 @@ def export_scalar_model(
         RuntimeError: if `state` is not that of a decoder with a scalar head.
     """
     state = dict(state)
-    embedding = f"trunk.{_input_embedding(model)}.weight"
+    read = model.trunk.get_input_embeddings()
+    name = next(name for name, module in model.trunk.named_modules() if module is read)
+    embedding = f"trunk.{name}.weight"
     state[embedding] = with_row_for(state[embedding], pad_token_id)
     config = type(model.trunk.config).from_dict(model.trunk.config.to_dict())
     config.num_labels, config.pad_token_id = 1, pad_token_id
@@ -149,11 +151,6 @@ def with_row_for(embedding: Tensor, token_id: int) -> Tensor:
     if missing <= 0:
         return embedding
     return torch.cat([embedding, embedding.new_zeros(missing, embedding.shape[1])])
-
-
-def _input_embedding(model: ScalarHeadModel) -> str:
-    embedding = model.trunk.get_input_embeddings()
-    return next(name for name, module in model.trunk.named_modules() if module is embedding)
 
 
 # Of model types that called them otherwise.

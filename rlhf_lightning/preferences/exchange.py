@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,13 +140,12 @@ def _read_trl(
         answers = [_text_of(getattr(record, k), k, where) for k in ("chosen", "rejected")]
         # The order must not tell which was chosen; a hash knows nothing of which is better.
         columns = {key: as_text(value) for key, value in as_columns(record.variables).items()}
-        orders = (answers, answers[::-1])
-        names = [records.pair_name(record.prompt, one, two, columns) for one, two in orders]
-        side: Choice = "first" if names[0] < names[1] else "second"
-        first, second = answers if side == "first" else answers[::-1]
+        more: dict[str, Any] = {"domain": record.domain, "columns": columns}
         with _naming(where):
-            pair = Pair.make(record.prompt, first, second, domain=record.domain, columns=columns)
+            both = [Pair.make(record.prompt, *it, **more) for it in (answers, answers[::-1])]
+            pair = min(both, key=attrgetter("pair_id"))
             pairs.append(pair)
+            side: Choice = "first" if pair is both[0] else "second"
             # A row names no annotator: that of a pair which comes again is another one.
             times[pair.pair_id] += 1
             name = f"{source} ({n})" if (n := times[pair.pair_id]) > 1 else source

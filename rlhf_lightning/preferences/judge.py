@@ -175,13 +175,6 @@ def letter_probabilities(top_tokens: Mapping[str, float]) -> dict[str, float] | 
     return {letter: value / total for letter, value in found.items()} if total >= 0.5 else None
 
 
-def mean_gap(both: Sequence[Judgement]) -> float:
-    """Return the mean over both orders of P(first response of the pair) - P(second)."""
-    shown = [(j.order, j.probabilities) for j in both if j.probabilities]
-    gaps = (p["A"] - p["B"] if order == "first" else p["B"] - p["A"] for order, p in shown)
-    return sum(gaps) / len(both)
-
-
 def judge_figures(judgements: Sequence[Judgement]) -> dict[str, Any]:
     """Return the figures of one judge.
 
@@ -394,7 +387,10 @@ class JudgeAnnotator:
         if None in verdicts:
             choice, reason = "skip", "a reply could not be read"
         elif self.read == "logprobs":
-            gap = mean_gap(both)
+            # The mean over both orders of P(first response of the pair) - P(second).
+            shown = [(j.order, j.probabilities) for j in both if j.probabilities]
+            gaps = (p["A"] - p["B"] if order == "first" else p["B"] - p["A"] for order, p in shown)
+            gap = sum(gaps) / len(both)
             margin = abs(gap)
             if margin >= self.tie_below and gap:
                 choice = "first" if gap > 0 else "second"

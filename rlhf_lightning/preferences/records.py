@@ -53,14 +53,14 @@ class Candidate(Checked):
     """One response of one policy to one prompt.
 
     Args:
-        prompt_id: `prompt_name` of the prompt.
+        prompt_id: `name_of` the prompt.
         prompt: plain text, or messages `{"role", "content"}`.
         domain: a name that figures are split by, "" where there is none.
         response: text of the response.
         model: author: a policy's name, a folder or a hub name.
         settings: settings of decoding, e.g. `{"temperature": 0.7, "top_p": 0.9}`.
         seed: seed of the sampling noise.
-        response_id: `response_name` of prompt and response.
+        response_id: `name_of` prompt and response.
         finished: whether the response ended by itself; None where not known.
         columns: further text columns of the prompt, such as the right answer, for gold rewards.
     """
@@ -80,7 +80,8 @@ class Candidate(Checked):
     def make(cls, prompt: Text, response: str, *, domain: str = "", **rest: Any) -> Candidate:
         """Return the candidate with its two names made from what it says."""
         columns = rest.get("columns", {})
-        name, asked = response_name(prompt, response, columns), prompt_name(prompt, columns)
+        name = name_of("response", prompt, response, columns=columns)
+        asked = name_of("prompt", prompt, columns=columns)
         return cls(asked, prompt, domain, response, response_id=name, **rest)
 
     @property
@@ -95,9 +96,9 @@ class Pair(Checked):
     """Two different responses to one prompt, to be compared.
 
     Args:
-        pair_id: `pair_name` of prompt and responses in this order.
+        pair_id: `name_of` prompt and responses in this order.
         prompt: plain text, or messages `{"role", "content"}`.
-        prompt_id: `prompt_name` of the prompt.
+        prompt_id: `name_of` the prompt.
         domain: a name that figures are split by, "" where there is none.
         first: one response as text.
         second: the other response as text.
@@ -126,7 +127,8 @@ class Pair(Checked):
     def make(cls, prompt: Text, first: str, second: str, *, domain: str = "", **rest: Any) -> Pair:
         """Return the pair with its names made from what it says."""
         columns = rest.get("columns", {})
-        name, asked = pair_name(prompt, first, second, columns), prompt_name(prompt, columns)
+        name = name_of("pair", prompt, first, second, columns=columns)
+        asked = name_of("prompt", prompt, columns=columns)
         return cls(name, asked, prompt, domain, first, second, **rest)
 
 
@@ -165,26 +167,23 @@ Answer = tuple[Text, str] | tuple[Text, str, Mapping[str, str]]
 _NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 
-def prompt_name(prompt: Text, columns: Mapping[str, str] = _NO_COLUMNS) -> str:
-    """Return the name of a prompt: a hash of its text, or of its roles, contents and variables."""
-    return _hash("prompt", text_key(prompt), *_variables(prompt, columns))
-
-
-def response_name(prompt: Text, response: str, columns: Mapping[str, str] = _NO_COLUMNS) -> str:
-    """Return the name of a response to a prompt: equal responses have one name."""
-    return _hash("response", text_key(prompt), response, *_variables(prompt, columns))
-
-
-def pair_name(
-    prompt: Text, first: str, second: str, columns: Mapping[str, str] = _NO_COLUMNS
+def name_of(
+    kind: str, prompt: Text, *responses: str, columns: Mapping[str, str] = _NO_COLUMNS
 ) -> str:
-    """Return the name of a pair in this order, whatever the authors of its responses."""
-    return _hash("pair", text_key(prompt), first, second, *_variables(prompt, columns))
+    """Return the name of a prompt, or of responses to it in this order, whoever wrote them.
+
+    It is a hash of their text; of a conversation, of its roles, contents and variables.
+    """
+    variables = _variables(prompt, columns).items()
+    parts = (kind, text_key(prompt), *responses, *(part for both in variables for part in both))
+    # The lengths keep ("ab", "c") and ("a", "bc") apart; a lone surrogate has no UTF-8.
+    text = "".join(f"{len(part)}:{part}" for part in parts)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
-def _variables(prompt: Text, columns: Mapping[str, str]) -> list[str]:
+def _variables(prompt: Text, columns: Mapping[str, str]) -> dict[str, str]:
     used = () if isinstance(prompt, str) else VARIABLES
-    return [part for key in used if key in columns for part in (key, columns[key])]
+    return {key: columns[key] for key in used if key in columns}
 
 
 def readable(text: Text) -> str:
@@ -226,14 +225,7 @@ def answered(record: Candidate | Pair, response: str) -> Answer:
 
 def variables_of(record: Candidate | Pair) -> dict[str, str]:
     """Return the columns of a record that are variables of the chat template of its prompt."""
-    used = () if isinstance(record.prompt, str) else VARIABLES
-    return {key: record.columns[key] for key in used if key in record.columns}
-
-
-def _hash(kind: str, *parts: str) -> str:
-    # The lengths keep ("ab", "c") and ("a", "bc") apart; a lone surrogate has no UTF-8.
-    text = "".join(f"{len(part)}:{part}" for part in (kind, *parts))
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+    return _variables(record.prompt, record.columns)
 
 
 RecordT = TypeVar("RecordT")

@@ -16,7 +16,7 @@ from rlhf_lightning.preferences.records import (
     Label,
     Pair,
     from_row,
-    prompt_name,
+    name_of,
     read_records,
     readable,
     to_row,
@@ -89,7 +89,8 @@ def test_names_are_hashes_of_content_so_that_a_second_import_adds_nothing() -> N
     # Where one text ends and the next begins matters.
     assert Pair.make("q", "ab", "c").pair_id != Pair.make("q", "a", "bc").pair_id
     # A conversation and the plain text of its last turn are different prompts.
-    assert prompt_name(CHAT) != prompt_name(CHAT[-1]["content"]) != prompt_name(CHAT[1:])
+    prompts = (CHAT, CHAT[-1]["content"], CHAT[1:])
+    assert len({name_of("prompt", prompt) for prompt in prompts}) == 3
 
 
 def test_responses_to_other_documents_have_other_names() -> None:
@@ -105,7 +106,7 @@ def test_responses_to_other_documents_have_other_names() -> None:
 
 def test_names_do_not_change_between_versions() -> None:
     assert Pair.make("q", "a", "b").pair_id == PAIR_NAME
-    assert prompt_name(CHAT) == CHAT_NAME
+    assert name_of("prompt", CHAT) == CHAT_NAME
 
 
 @pytest.mark.parametrize(

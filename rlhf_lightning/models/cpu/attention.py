@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
@@ -151,7 +151,8 @@ def one_token_attention(model: PreTrainedModel) -> Iterator[bool]:
     Only on a CPU, only in the place of torch's scaled dot product attention, and only in models
     that take what stands under a name.
     """
-    configs = _attention_configs(model)
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    configs = {id(part.config): part.config for part in parts}.values()
     names = {config._attn_implementation for config in configs}
     known = names and all(map(_takes_boolean_masks, names)) and takes_attention_by_name(model)
     if model.device.type != "cpu" or not known:
@@ -165,11 +166,6 @@ def one_token_attention(model: PreTrainedModel) -> Iterator[bool]:
     finally:
         for config, name in before:
             config._attn_implementation = name
-
-
-def _attention_configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    found = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    return list(found.values())
 
 
 def _takes_boolean_masks(name: str | None) -> bool:
