@@ -17,14 +17,13 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 
 from rlhf_lightning.app.config.commands import COMMANDS
-from rlhf_lightning.app.config.compose import ConfigError, conf_dir
+from rlhf_lightning.app.config.compose import conf_dir
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.failures import exit_with
+from rlhf_lightning.app.failures import REFUSALS, exit_with
 from rlhf_lightning.app.run_claim import hydra_log
 from rlhf_lightning.app.start import MISTAKE, fail, read_words, words_of
 from rlhf_lightning.app.sweep import SweepEnd
-from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, end_process, launch_time
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import drop_refused
@@ -85,7 +84,7 @@ def ended_in_one_line() -> Iterator[None]:
     """End the process in one line where the block fails, or is stopped by a signal."""
     try:
         yield
-    except (ConfigError, BadRecordError) as error:
+    except REFUSALS as error:
         fail(str(error))
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:
         exit_with(error)
@@ -103,7 +102,7 @@ def run_job(entry: str, job: Callable[[Any], object]) -> None:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=entry)(job)()
     except SystemExit as error:
         if error.code == MISTAKE:
-            drop_refused(hydra_log())
+            drop_refused(hydra_log(), RunFolder.wandb.name)
         if error.code == 1:
             # Without `on_multirun_end` where the sweeper raised, as Optuna's does if no trial
             # completed.

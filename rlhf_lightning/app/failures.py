@@ -7,13 +7,18 @@ import logging
 import re
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn
 
+from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.distributed.launch import global_rank, tell_torchrun
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.atomic import write_text
 from rlhf_lightning.runs.folder import RunFolder
+from rlhf_lightning.runs.manifest import ManifestError, ModelError
 from rlhf_lightning.runs.stopping import causes, stop_behind
 from rlhf_lightning.runs.summary import Status, Summary, read_summary, write_summary
 
@@ -23,6 +28,10 @@ PACKAGE = "rlhf_lightning"
 STOPPED = 75  # exit status (EX_TEMPFAIL): not done, and resume=auto continues
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MEMORY = re.compile(r"out of memory|allocate memory|ALLOC_FAILED|bad_alloc", re.IGNORECASE)
+
+
+# What a command cannot do as it is given: it ends with the status of a mistake, and leaves nothing.
+REFUSALS = (ConfigError, BadRecordError, ModelError, ManifestError)
 
 
 class RunFailedError(RuntimeError):
@@ -47,6 +56,21 @@ def explain_failure(error: BaseException, folder: RunFolder, advice: str) -> Run
             place = getattr(one, "filename", None) or folder.path
             return RunFailedError(f"cannot write {place} ({text}): make room, then resume=auto")
     return None
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Make a refusal of an error that explains itself, before a run has done anything.
+
+    Raises:
+        ConfigError: with its message.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _is_expected(error):
+            raise
+        raise ConfigError(_one_line(error)) from error
 
 
 def cause_of(error: BaseException) -> str:

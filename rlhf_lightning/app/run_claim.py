@@ -16,10 +16,9 @@ from rlhf_lightning.app.config.commands import CollectSettings, PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, hydra_folder
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
-from rlhf_lightning.app.failures import record_failure
+from rlhf_lightning.app.failures import REFUSALS, record_failure
 from rlhf_lightning.app.start import fail
 from rlhf_lightning.app.sweep import in_sweep
-from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, global_rank, started_by_others
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import (
@@ -99,8 +98,8 @@ def record_end(
     folder: RunFolder, summary: Summary, error: BaseException, *, resumes: bool = True
 ) -> None:
     """Record how a run failed; of one that was refused before it did anything nothing is kept."""
-    refused = isinstance(error, ConfigError | BadRecordError)
-    if refused and is_unused(folder.path, hydra_log(), folder.summary.name):
+    is_new = is_unused(folder.path, hydra_log(), folder.summary.name, folder.wandb.name)
+    if isinstance(error, REFUSALS) and is_new:
         folder.summary.unlink()
     else:
         record_failure(folder, summary, error, resumes=resumes)

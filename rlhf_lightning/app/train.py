@@ -28,13 +28,13 @@ from rlhf_lightning.app.command_line import (
     say,
     this_job,
 )
-from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.ways import as_typed
 from rlhf_lightning.app.evaluation import TrainingComponents, gates_of, measure
-from rlhf_lightning.app.failures import exit_with, explain_failure
+from rlhf_lightning.app.failures import REFUSALS, exit_with, explain_failure, refusing
 from rlhf_lightning.app.model_export import export_trained
 from rlhf_lightning.app.next_command import after_training
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
@@ -57,7 +57,6 @@ from rlhf_lightning.callbacks.wandb_logger import (
     shown_in_wandb,
     wandb_loggers,
 )
-from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
     as_single_run,
@@ -177,7 +176,8 @@ def _train(
     set_matmul_precision(settings.trainer.matmul_precision)
     L.seed_everything(settings.seed, workers=True, verbose=False)
     # 1 module, data, trainer
-    parts = assemble(settings, folder)
+    with refusing():
+        parts = assemble(settings, folder)
     settings = parts.settings  # with what was found out since
     about = about_run(parts.module, parts.data, name=settings.dataset.name)
     summary = replace(summary, about={**summary.about, **about}, warning=few_steps(settings, parts))
@@ -313,7 +313,7 @@ def _job(cfg: Any) -> float | None:
         summary = run(settings, folder, overrides)
     except (Exception, KeyboardInterrupt, RunStoppedError) as error:  # told in one line
         try:
-            if isinstance(error, ConfigError | BadRecordError):
+            if isinstance(error, REFUSALS):
                 fail(str(error))
             exit_with(error)
         except SystemExit:

@@ -22,6 +22,7 @@ from rlhf_lightning.runs.manifest import (
     ADAPTER_CONFIG,
     MANIFEST,
     ManifestError,
+    ModelError,
     has_manifest,
     is_adapter,
     of_adapter,
@@ -99,7 +100,7 @@ def load_config(source: str | Path, options: dict[str, Any]) -> PretrainedConfig
     """Return the configuration of a folder or hub name.
 
     Raises:
-        ValueError: if there is none that can be read.
+        ModelError: if there is none that can be read.
     """
     with naming_source(source):
         config: PretrainedConfig = AutoConfig.from_pretrained(str(source), **options)
@@ -162,9 +163,9 @@ def naming_source(source: str | Path) -> Iterator[None]:
             raise
         if "custom code" in reason:
             fix = "read it, then set model.trust_remote_code=true, with model.revision=COMMIT"
-            raise ValueError(f"cannot load {source}: it needs Python code: {fix}") from error
+            raise ModelError(f"cannot load {source}: it needs Python code: {fix}") from error
         wanted = "Wanted is a folder or hub name of transformers, in safetensors"
-        raise ValueError(f"cannot load {source}: {reason[:LONGEST_REASON]}. {wanted}") from error
+        raise ModelError(f"cannot load {source}: {reason[:LONGEST_REASON]}. {wanted}") from error
 
 
 def load_whole(
@@ -194,7 +195,7 @@ def load_whole(
         **extra: further arguments of `from_pretrained`.
 
     Raises:
-        ValueError: if a tensor is missing or has another shape than the configuration says.
+        ModelError: if a tensor is missing or has another shape than the configuration says.
         ManifestError: if an artifact is not what its manifest says.
     """
     from rlhf_lightning.models.building import reads_weights
@@ -221,10 +222,10 @@ def load_whole(
         held = f" (it holds {unexpected})" if unexpected else ""
         found = f"cannot load {source}: its weights lack {listed(missing)}{held}"
         found += ", which would be random: give a complete checkpoint"
-        raise ValueError(not_stored(missing) or found)
+        raise ModelError(not_stored(missing) or found)
     if shapes:
         told = (f"{name} is {list(got)} and not {list(want)}" for name, got, want in shapes)
-        raise ValueError(
+        raise ModelError(
             f"cannot load {source}: {listed(told)}: the weights are not those of its config.json"
         )
     if unexpected:

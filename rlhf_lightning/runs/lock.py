@@ -169,16 +169,16 @@ def drop_unused(folder: RunFolder, instead: RunFolder, log: str, *, link: bool =
         folder.path.symlink_to(os.path.relpath(instead.path, folder.path.parent))
 
 
-def drop_refused(log: str) -> None:
+def drop_refused(*also: str) -> None:
     """Remove what this process has made for a run that did nothing: its folder, empty ones above.
 
     A folder that was there before stays, as does one with other files than Hydra's and ours.
 
     Args:
-        log: name of Hydra's log.
+        also: names of what was written besides, such as Hydra's log.
     """
     for folder, made in _made.items():
-        if made and is_unused(folder, log):
+        if made and is_unused(folder, *also):
             shutil.rmtree(folder, ignore_errors=True)  # other ranks may write there
             for above in made[1:]:
                 with suppress(OSError):  # it is not empty

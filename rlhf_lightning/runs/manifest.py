@@ -31,6 +31,10 @@ class ManifestError(RuntimeError):
     """An artifact is missing, damaged, or not what its manifest says."""
 
 
+class ModelError(ValueError):
+    """A folder or hub name is no model that can be loaded."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The content of `manifest.json`, which describes the model folder it is in.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -129,19 +131,27 @@ NAMED = ("dataset.path=ROWS", "dataset.name=nosuch")
     [
         ("train", ["+experiment=sft", "ckpt_path=nosuch.ckpt"]),
         ("evaluate", ["human=import", "people.run=nosuch"]),
-        ("train", ["sft", "START", "ROWS"]),  # by the second row, after torch
+        ("train", ["sft", "START", "ROWS"]),  # by the last row, after torch
+        ("train", ["sft", "START", "FEW"]),  # fewer than a batch
+        ("train", ["sft", "BROKEN", "FEW", "data.batch_size=4"]),  # after wandb was started
         ("evaluate", ["policy=START", "baseline=START", "dataset=files", *NAMED]),
     ],
 )
 def test_a_command_that_is_refused_leaves_no_folder(tmp_path, start, command, words):
     rows, here = tmp_path / "nosuch.jsonl", tmp_path / "here"
-    rows.write_text('{"prompt": "a b", "completion": "c"}\n' * 40 + '{"prompt": 1}\n')
+    few, broken = tmp_path / "few.jsonl", tmp_path / "nosuch"
+    few.write_text("".join(f'{{"prompt": "{n}", "completion": "c"}}\n' for n in range(40)))
+    rows.write_text(few.read_text() + '{"prompt": 1}\n')
+    shutil.copytree(start, broken)
+    (broken / "model.safetensors").write_text("x")
     here.mkdir()
-    given = [word.replace("START", str(start)).replace("ROWS", str(rows)) for word in words]
+    named = {"START": start, "ROWS": rows, "FEW": few, "BROKEN": broken}
+    given = [re.sub("[A-Z]{3,}", lambda name: str(named[name[0]]), word) for word in words]
     words = ("-m", f"rlhf_lightning.{command}", *given)
     done = run_python(*words, folder=here, environment=environment())
     assert done.returncode == 2, done.stderr
-    assert "nosuch" in done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "nosuch" in line or "batch_size=128 is more than the" in line
     assert list(here.iterdir()) == []
 
 

@@ -57,5 +57,5 @@ def test_ranks_that_do_not_read_never_hold_a_whole_model(tmp_path):
 
 def test_a_model_that_rank_0_cannot_read_ends_the_others_with_its_reason(tmp_path):
     first, second = (rank["error"] for rank in started("failure", tmp_path))
-    assert first.startswith("ValueError: cannot load")
+    assert first.startswith("ModelError: cannot load")
     assert second == f"RuntimeError: rank 0 could not build the models: {first}"
