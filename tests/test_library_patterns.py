@@ -65,10 +65,6 @@ def shortness(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [-float(len(text)) for text in completions]
 
 
-def gold(prompts: list[str], completions: list[str], finished: list[bool]) -> list[float]:
-    return length(prompts, completions)
-
-
 def ppo(material: dict[str, Path], reward: Any = length) -> PPOModule:
     return PPOModule.from_pretrained(material["policy"], reward, ppo=PPO, sampling=SHORT)
 
@@ -252,7 +248,7 @@ def trained(material, tmp_path_factory):
     usual = PPOHparams(num_minibatches=2, num_ppo_epochs=1)
     module = PPOModule.from_pretrained(material["policy"], length, ppo=usual, sampling=SHORT)
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
-    often = PeriodicEvaluation(every_n_iterations=1, num_prompts=2, gold=gold)
+    often = PeriodicEvaluation(every_n_iterations=1, gold=lambda p, c, finished: length(p, c))
     fit_in(folder.path, module, data, max_iterations=3, callbacks=[often])
     return module, data, folder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -217,7 +216,8 @@ def paired_differences(
         responses have the same lengths in both; score only if they have the same scores, too; gold
         not if one baseline has another gold in each.
     """
-    places = [_places(one["prompts"]) for one in (first, second)]
+    sides = (first, second)
+    places = [{prompt: at for at, prompt in enumerate(one["prompts"])} for one in sides]
     both = [prompt for prompt in places[0] if prompt in places[1]]
     if not both:
         return 0, {}
@@ -245,8 +245,8 @@ def paired_differences(
         known = ~np.isnan(np.concatenate(scores, 1)).any(1)
         old, new = (score[known] for score in scores)
         if known.any():
-            sides = torch.from_numpy(new), torch.from_numpy(old)
-            found[f"{judge}_win_rate"] = win_rate_over_prompts(*sides)
+            policy, start = torch.from_numpy(new), torch.from_numpy(old)
+            found[f"{judge}_win_rate"] = win_rate_over_prompts(policy, start)
             found[judge] = mean_over_prompts(new.mean(1) - old.mean(1))
     lengths, kls = values("length"), values("kl")
     if one_baseline and any(kl.any() for kl in kls):
@@ -257,16 +257,6 @@ def paired_differences(
         found["kl_per_response"] = _difference(kls)
     found["response_length"] = _difference(lengths)
     return len(both), found
-
-
-def _places(prompts: Sequence[str]) -> dict[tuple[str, int], int]:
-    """Return the place of each prompt by its name and how often it came before."""
-    before = Counter[str]()
-    places = {}
-    for place, prompt in enumerate(prompts):
-        places[prompt, before[prompt]] = place
-        before[prompt] += 1
-    return places
 
 
 def _difference(sides: Sequence[np.ndarray]) -> Interval:

@@ -31,8 +31,6 @@ _BEST_OF = {
     "response_length": "tokens a response",
 }
 _ROOT = "√KL, of nats a response"
-# Judges of a win rate, the one that counts most first.
-_ROUND_JUDGES = {"gold": "the gold reward", "human": "people", "judge": "a judge"}
 _ROUND_COLUMNS = (
     *("score_win_rate", "gold", "kl_per_token", "kl_per_response", "response_length"),
     *("accuracy", "label_ceiling"),
@@ -68,16 +66,15 @@ def rounds_section(metrics: Metrics, stages: Sequence[str]) -> str:
     rounds = by_round(metrics, stages)
     if len(rounds) < 2:
         return ""
-    whose = (n for n in _ROUND_JUDGES if all(f"{n}_win_rate" in own for own in rounds.values()))
+    whose = (n for n in JUDGES if all(f"{n}_win_rate" in own for own in rounds.values()))
     name = next(whose, "score")
     keys = (f"{name}_win_rate", *bound_keys(f"{name}_win_rate"))
     judged = {k: [own.get(key) for key in keys] for k, own in rounds.items()}
     known = {name for own in rounds.values() for name in own}
     labels = {n: quantity(f"val/{n}").label.removeprefix("held-out ") for n in _ROUND_COLUMNS}
     columns = {n: label for n, label in labels.items() if n in known}
-    judge = _ROUND_JUDGES.get(name, "the score")
     tables = {"rates": judged, "columns": columns, "rounds": rounds}
-    return render("rounds.html", judge=judge, show=catalog.show, **tables)
+    return render("rounds.html", judge=JUDGES[name], show=catalog.show, **tables)
 
 
 def by_round(metrics: Metrics, stages: Sequence[str]) -> dict[str, dict[str, float | None]]:

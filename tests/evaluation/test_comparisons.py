@@ -198,10 +198,3 @@ def test_another_reward_or_baseline_is_not_compared_and_other_prompts_are_not_pa
     names = set(paired_differences(judged[0], doubled)[1])
     assert not names & {"gold", "gold_win_rate"}, "another gold reward"
     assert paired_differences(first, values_of_run(2, 0, range(60, 99))) == (0, {})
-
-
-def test_every_row_of_a_prompt_that_was_asked_twice_is_paired():
-    first, second = values_of_run(1, 0.0, range(50)), values_of_run(2, 0.2, range(50))
-    expected = paired_differences(first, second)
-    first["prompts"][49] = second["prompts"][49] = "p0"
-    assert paired_differences(first, second) == expected

@@ -50,22 +50,18 @@ def test_a_prompt_that_is_too_long_for_one_side_is_asked_of_neither():
         assert [len(batch) for batch in side] == [2, 2, 2]
 
 
-def test_a_prompt_with_other_documents_is_another_question():
+def test_a_prompt_with_other_documents_is_another_question_and_with_other_columns_it_is_not():
     given = [{"documents": [{"text": name}]} for name in ("one", "two", "one")]
-    records = [PromptRecord("w2 w3", variables=each) for each in given]
-    _, asked, unused = encode_questions(records, [tokenizer()], max_prompt_length=5, batch_size=2)
-    assert [record.variables for record in asked] == given[:2]
-    assert +unused == {"with the prompt of an earlier row": 1}
-
-
-def test_a_prompt_with_other_columns_is_the_same_question():
-    records = [PromptRecord("w2 w3", columns={"answer": each}) for each in ("4", "5", "4")]
+    records = [
+        PromptRecord("w2 w3", variables=each, columns={"answer": str(place)})
+        for place, each in enumerate(given)
+    ]
     ((batch,),), asked, unused = encode_questions(
         records, [tokenizer()], max_prompt_length=5, batch_size=4
     )
-    assert asked == records[:1]
-    assert batch.columns["answer"] == ("4",)
-    assert +unused == {"with the prompt of an earlier row": 2}
+    assert asked == records[:2]
+    assert batch.columns["answer"] == ("0", "1")
+    assert +unused == {"with the prompt of an earlier row": 1}
 
 
 def test_safety_prompts_that_are_too_long_are_counted_and_none_of_a_kind_is_refused(caplog):

@@ -41,4 +41,3 @@ def test_no_accuracy_is_drawn_where_nothing_sets_a_pair_s_sides_apart():
     values = [(0.0, 0.0), (0.0, -0.1), (0.6, 0.2)]
     rows = [{"iteration": i, "dpo/accuracy": a, "dpo/margin": m} for i, (a, m) in enumerate(values)]
     assert points_of("dpo/accuracy", rows) == [(1, 0.0), (2, 0.6)]
-    assert len(points_of("dpo/margin", rows)) == 3

@@ -22,10 +22,6 @@ def test_the_table_of_quantities_and_the_page_of_metrics_name_the_same():
     assert set(QUANTITIES) <= page, f"docs/metrics.md lacks {sorted(set(QUANTITIES) - page)}"
 
 
-def test_no_label_says_that_a_run_started_from_sft():
-    assert not [q.label for q in QUANTITIES.values() if "SFT" in q.label]
-
-
 def test_a_domain_is_shown_as_the_whole_with_its_name_whatever_it_is_called():
     assert quantity("val/gold_win_rate/domain/a/b") == catalog.Quantity(
         "gold win rate: a/b", "share", [0.5, 1.0]
