@@ -211,7 +211,7 @@ def _code_digest(scorer: Any) -> dict[str, str]:
     code: Any = getattr(scorer, "function", scorer)
     values: dict[Any, Any] = {}
     while isinstance(code, functools.partial):
-        values |= {**dict(enumerate(code.args)), **code.keywords}
+        values.update(enumerate(code.args), **code.keywords)
         code = code.func
     if not inspect.isroutine(code := inspect.unwrap(code)):
         code = type(code)
