@@ -50,13 +50,8 @@ from rlhf_lightning.data.sampler import (
 )
 from rlhf_lightning.data.sources.base import RecordSource
 from rlhf_lightning.data.sources.given import Rows, as_source
-from rlhf_lightning.data.summary import (
-    DataSummary,
-    render_examples,
-    summarize,
-    warn_of_rows,
-    warn_of_shared_turns,
-)
+from rlhf_lightning.data.splits import warn_of_shared_turns
+from rlhf_lightning.data.summary import DataSummary, render_examples, summarize, warn_of_rows
 from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, world_size
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.runs.manifest import Source
@@ -268,7 +263,7 @@ class RecordDataModule(LightningDataModule):
             if hasattr(self.source, "left_out"):
                 report.dropped.update(self.source.left_out(self.kind, split))
             name = f"{split} {self.kind}"
-            self.summaries[split] = summarize(rows[split], name=name, kind=self.kind, report=report)
+            self.summaries[split] = summarize(rows[split], name=name, report=report)
         num_rows = len(rows["train"])
         if not num_rows:
             dropped = f"{dict(self.summaries['train'].dropped)} at max_length={self.max_length}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,6 +61,26 @@ def warn_of_shared(name: str, shared: set[str], count: int) -> None:
     if shared:
         found = f"{len(shared)} of {count} validation prompts are trained on too"
         logger.warning(f"{name}: {found}, so they are not new, e.g. {min(shared)[:60]!r}")
+
+
+def warn_of_shared_turns(*splits: Sequence[Any]) -> None:
+    """Log how many learnt turns of held-out rows are learnt in training, behind the same tokens.
+
+    Args:
+        splits: `EncodedSequence` rows of training, and held-out ones.
+    """
+    train, turns = (
+        {
+            hash(row.input_ids[:end].tobytes())
+            for row in rows
+            for end in np.flatnonzero(np.diff(row.loss_mask, append=False) & row.loss_mask) + 1
+        }
+        for rows in splits
+    )
+    if shared := train & turns:
+        found = f"{len(shared)} of {len(turns)} held-out turns are trained on too"
+        fix = "give each conversation one row, or a validation set"
+        logger.warning(f"data.loss_on=all: {found}, in rows that begin alike: {fix}")
 
 
 def connected_keys(keys: Sequence[str], texts: Sequence[Sequence[str]]) -> list[str]:

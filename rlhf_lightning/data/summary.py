@@ -30,7 +30,7 @@ from rlhf_lightning.data.encode import (
     EncodedSequence,
     EncodingReport,
 )
-from rlhf_lightning.data.records import Record, RecordKind, TextRecord
+from rlhf_lightning.data.records import Record, TextRecord
 from rlhf_lightning.runs.metric_catalog import counted
 from rlhf_lightning.text.decode import UNFINISHED, text_behind
 from rlhf_lightning.text.messages import CONVERSATION, SYSTEM, Text
@@ -97,10 +97,6 @@ class DataSummary(EncodingReport):
             "rows with text unknown to the tokenizer (<unk>, or left out)": self.num_unknown,
             "keys of messages that the chat template does not read": self.unread,
             "columns that are not read (map them with columns=)": self.unread_columns,
-            **{
-                f"rows without {name!r}, which is None to the reward": count
-                for name, count in self.missing_columns.items()
-            },
             **{f"dropped: {reason}": count for reason, count in self.dropped.items()},
             "bad records skipped": len(self.skipped),
         }
@@ -121,23 +117,18 @@ class DataSummary(EncodingReport):
 
 
 def summarize(
-    encoded: Sequence[Encoded],
-    *,
-    name: str,
-    kind: RecordKind | None = None,
-    report: EncodingReport | None = None,
+    encoded: Sequence[Encoded], *, name: str, report: EncodingReport | None = None
 ) -> DataSummary:
     """Return the summary of encoded rows.
 
     Args:
         encoded: the rows of one split, all of one kind.
-        name: title of the summary.
-        kind: of the rows: texts have no prompt.
+        name: title of the summary, with the kind of the rows behind it: `texts` have no prompt.
         report: what their `RecordEncoder` counted, and the bad records that were left out.
     """
     lengths: dict[str, list[int]] = {}
     for row in encoded:
-        parts = {"text": len(row)} if kind == "texts" else part_lengths(row)
+        parts = {"text": len(row)} if name.endswith("texts") else part_lengths(row)
         for part, length in parts.items():
             lengths.setdefault(part, []).append(length)
     identities = {_identity(row) for row in encoded}
@@ -327,22 +318,6 @@ def warn_of_plain_prompts(
         found = f"{plain} of {len(asked)} rows are plain text, written without the chat template"
         fix = 'give messages ([{"role": "user", "content": ...}]) where the model is to chat'
         warn(f"{found} that the tokenizer has: {fix}")
-
-
-def warn_of_shared_turns(train: Sequence[EncodedSequence], held_out: Sequence[Any]) -> None:
-    """Warn where learnt turns of held-out rows, with all before them, are learnt in training."""
-    known, turns = (
-        {
-            hash(row.input_ids[:end].tobytes())
-            for row in rows
-            for end in np.flatnonzero(np.diff(row.loss_mask, append=False) & row.loss_mask) + 1
-        }
-        for rows in (train, held_out)
-    )
-    if shared := known & turns:
-        found = f"{len(shared):,} of {len(turns):,} held-out turns are trained on too"
-        fix = "give each conversation one row, or a validation set"
-        _warn(f"data.loss_on=all: {found}, in rows that begin alike: {fix}")
 
 
 def warn_of_repeated_prompts(
