@@ -133,11 +133,12 @@ class NumberReward:
                 f"{sorted(columns)}: name it with column="
             )
         numbers: list[Decimal | str] = []
-        for text in map(as_text, columns[self.column]):
+        for value in columns[self.column]:
+            # A table may have whole numbers as floats.
+            text = as_text(value).removesuffix(".0" if isinstance(value, float) else "")
             number = self.extract(text)
             if number is None:
-                match = NUMBER.fullmatch(text.strip())
-                if match is None:
+                if (match := NUMBER.fullmatch(text.strip())) is None:
                     raise ValueError(f"the right answer {text!r} holds no number")
                 number = _value(match) if self.strict is None else match[0].replace(",", "")
             numbers.append(number)
