@@ -77,8 +77,7 @@ def test_the_rows_of_the_docs_are_read_from_memory_and_by_other_names(
     assert num_rows(found["in_memory"]) == 40
     assert found["in_memory"].rows("train")[0].columns["solution"].isdigit()
     assert num_rows(found["from_file"]) == 20
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_list(found["rows"])
+    table = pytest.importorskip("datasets").Dataset.from_list(found["rows"])
     data = PromptDataModule(table, found["module"].tokenizer, batch_size=8)
     assert num_rows(data) == 40
 
@@ -89,21 +88,12 @@ def too_long(material: dict[str, Path], tokenizer: Any) -> PromptDataModule:
     )
 
 
-def of_another_tokenizer(material: dict[str, Path], tokenizer: Any) -> PromptDataModule:
-    other = SFTModule.from_pretrained(material["policy"]).tokenizer
-    other.add_tokens(["w99"])
-    return PromptDataModule(material["prompts"], other, batch_size=4, num_iterations=1)
+def of_another(change: Any) -> Any:
+    def make(material: dict[str, Path], tokenizer: Any) -> PromptDataModule:
+        change(other := SFTModule.from_pretrained(material["policy"]).tokenizer)
+        return PromptDataModule(material["prompts"], other, batch_size=4, num_iterations=1)
 
-
-def of_another_template(material: dict[str, Path], tokenizer: Any) -> PromptDataModule:
-    other = SFTModule.from_pretrained(material["policy"], chat_template="chatml").tokenizer
-    return PromptDataModule(material["prompts"], other, batch_size=4, num_iterations=1)
-
-
-def of_another_eos(material: dict[str, Path], tokenizer: Any) -> PromptDataModule:
-    other = SFTModule.from_pretrained(material["policy"]).tokenizer
-    other.eos_token = other.convert_ids_to_tokens(0)
-    return PromptDataModule(material["prompts"], other, batch_size=4, num_iterations=1)
+    return make
 
 
 def of_another_kind(material: dict[str, Path], tokenizer: Any) -> PreferenceDataModule:
@@ -114,9 +104,9 @@ def of_another_kind(material: dict[str, Path], tokenizer: Any) -> PreferenceData
     ("make", "said"),
     [
         (too_long, r"max_prompt_length=2044 .*max_new_tokens=5"),
-        (of_another_tokenizer, "another tokenizer .*other tokens"),
-        (of_another_template, "another tokenizer .*another chat template.*module.tokenizer"),
-        (of_another_eos, "another tokenizer .*another EOS"),
+        (of_another(lambda it: it.add_tokens(["w99"])), "another tokenizer .*other tokens"),
+        (of_another(lambda it: setattr(it, "chat_template", "")), "chat template.*module.tok"),
+        (of_another(lambda it: setattr(it, "eos_token", it.pad_token)), "tokenizer .*another EOS"),
         (of_another_kind, "PPOModule trains on prompts"),
     ],
 )

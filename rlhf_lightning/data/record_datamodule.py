@@ -224,7 +224,8 @@ class RecordDataModule(LightningDataModule):
 
     def rows(self, split: Split) -> Sequence[Encoded]:
         """Return the encoded rows of a split."""
-        self.setup()
+        if not self._rows:  # else a subclass may ask in its own `setup`
+            self.setup()
         return self._rows[split]
 
     def prepare_data(self) -> None:
@@ -239,7 +240,8 @@ class RecordDataModule(LightningDataModule):
         """Encode both splits, once, and show what is in them.
 
         Raises:
-            ValueError: if no training row is left, or fewer than a batch.
+            ValueError: if no training row is left, or fewer than a batch, or if the same rows are
+                held out.
             TypeError: if the source gives something else than records of the kind.
         """
         if self._rows:
@@ -250,6 +252,9 @@ class RecordDataModule(LightningDataModule):
         if self._fits:
             self.max_length = self._length_in_context()
         records = {split: self._records(split) for split in get_args(Split)}
+        if records["train"] and records["train"] == records["validation"]:
+            told = f"{type(self.source).__name__}.records gives both splits the same {self.kind}"
+            raise ValueError(f"{told}: give each rows of its own, [] for no validation")
         options: dict[str, Any] = {"max_length": self.max_length, "over_long": self.over_long}
         options["loss_on"] = self.loss_on
         rows: dict[Split, list[Any]] = {}

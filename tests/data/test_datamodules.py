@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_lightning import DemonstrationDataModule
 from rlhf_lightning.batches import PreferenceBatch, PromptBatch, SFTBatch
 from rlhf_lightning.data.datamodules import balanced_by_length
 from rlhf_lightning.data.encode import EncodedPreference
@@ -47,10 +48,7 @@ def test_a_fit_and_a_validation_read_a_source_that_is_encoded_already_no_more(to
     datamodule.setup()
     module = fit(datamodule)
     module.trainer.validate(module, dataloaders=datamodule.val_dataloader(), verbose=False)
-    assert datamodule.source.asked == [
-        ("demonstrations", "train"),
-        ("demonstrations", "validation"),
-    ]
+    assert [split for _, split in datamodule.source.asked] == ["train", "validation"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -89,10 +87,23 @@ def test_dropped_records_are_counted_and_nothing_left_is_an_error(tokenizer):
         datamodule.setup()
     assert dict(datamodule.summary.dropped) == {"over-long": 23 - datamodule.summary.num_rows}
     assert 0 < datamodule.summary.num_rows < 23
-    with pytest.raises(
-        ValueError, match=r"no training row is left .*max_length=1. Raise max_length"
-    ):
+    with pytest.raises(ValueError, match=r"no training row is left .*max_length=1. Raise max_len"):
         demonstrations(tokenizer, max_length=1).setup()
+    source = CountingSource()
+    source.ranges["validation"] = source.ranges["train"]
+    with pytest.raises(ValueError, match=r"CountingSource\.records gives both splits the same"):
+        demonstrations(tokenizer, source).setup()
+
+
+def test_a_subclass_may_read_the_rows_in_its_own_setup(tokenizer):
+    class Own(DemonstrationDataModule):
+        def setup(self, stage=None):
+            super().setup(stage)
+            self.num_rows = len(self.rows("train"))
+
+    data = Own(CountingSource(), tokenizer, batch_size=2)
+    data.setup()
+    assert data.num_rows == 23
 
 
 def test_data_that_nobody_gave_a_length_say_so_when_they_are_asked(tokenizer):
@@ -165,9 +176,8 @@ class Compared:
 
 
 def compared(tokenizer, **options):
-    return preferences(
-        tokenizer, Compared(), batch_size=6, num_iterations=6, max_length=60, **options
-    )
+    usual = {"batch_size": 6, "num_iterations": 6, "max_length": 60}
+    return preferences(tokenizer, Compared(), **usual, **options)
 
 
 def test_pairs_of_a_prompt_share_a_batch_and_equal_answers_a_number(tokenizer):
