@@ -196,7 +196,9 @@ def make_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
     if settings.start is not None:
         return load_tokenizer(settings.start, **model.template, **model.origin)
     if model.tokenizer is None:
-        raise ConfigError(f"model={model.name} from random weights needs model.tokenizer")
+        told = f"model={model.name} from random weights needs model.tokenizer"
+        start = f"+experiment={settings.stage} artifacts.{settings.spec.starts_from}=FOLDER"
+        raise ConfigError(f"{told}: write it, or {start}, which starts from a model")
     tokenizer = with_template(model.tokenizer.build(), model.chat_template)
     return with_template_arguments(tokenizer, model.chat_template_arguments or {})
 

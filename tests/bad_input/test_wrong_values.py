@@ -235,6 +235,7 @@ VALUES = [
     ("+experiment=ppo module.ppo.num_minibatches=256", "num_minibatches=256", "batch_size"),
     ("+experiment=sft data.num_epochs=null", "data.num_iterations and data.num_epochs", "give one"),
     ("+experiment=ppo module=sft", "stage=ppo", "module=ppo"),
+    ("+experiment=base artifacts.base=a/b", "artifacts.base=a/b: base", "+experiment=sft"),
     ("+experiment=kto data.kind=preferences", "data.kind=preferences", "data.kind=unpaired"),
     ("+experiment=dpo module.dpo.desirable_weight=2", "desirable_weight", "kind=kto alone"),
     ("+experiment=sft evaluation.every_n_iterations=2", "every_n_iterations=2", ""),

@@ -316,6 +316,10 @@ def _check_said_once(settings: TrainSettings) -> None:
     for name, place in said.items():
         value = settings.select(f"module.{name}")
         if name in settings.module.arguments and value != settings.select(place):
+            if value is None and place == start:
+                told = f"{start}={settings.start}: {settings.name} starts from random weights"
+                fix = f"write +experiment={settings.stage}, which starts from it"
+                raise ConfigError(f"{told}: {fix}, or leave {start} out")
             raise ConfigError(f"module.{name}={value} repeats {place}: set {place} in its place")
 
 
