@@ -216,8 +216,7 @@ def paired_differences(
         responses have the same lengths in both; score only if they have the same scores, too; gold
         not if one baseline has another gold in each.
     """
-    sides = (first, second)
-    places = [{prompt: at for at, prompt in enumerate(one["prompts"])} for one in sides]
+    places = [{name: at for at, name in enumerate(one["prompts"])} for one in (first, second)]
     both = [prompt for prompt in places[0] if prompt in places[1]]
     if not both:
         return 0, {}

@@ -20,6 +20,7 @@ TRAINED_ON = "the reward it was trained on"
 TEACHER = "val/teacher_kl_per_token"
 _OWN = "val/chosen_reward"  # a policy's own rewards rank the pairs
 _UNPAIRED = "val/kl"  # KTO's rows are single responses
+_SAME = "identical_rate"
 _MATCHED, _SHORTER = "val/accuracy_length_matched", "val/accuracy_chosen_shorter"
 _BESIDE = (  # what is shown beside the headline, in order; with the baseline's where there is one
     *(f"val/{judge}_win_rate" for judge in JUDGES),
@@ -152,7 +153,7 @@ def _headline(metrics: Metrics, by: str) -> tuple[str, Verdict]:
             if judge == "score" and figure(metrics, "val/score_tie_rate") == 1:
                 alike = "No win rate: on every held-out prompt both responses have the same score."
                 return "", Verdict("bad", sentence=alike)
-            told = by if judge == "score" else who
+            told = by if by and judge == "score" else who
             return _compared(metrics, name, "The policy answers", told, _skipped(metrics, judge))
     for phase in ("val", "benchmark"):
         if figure(metrics, f"{phase}/accuracy") is not None:
@@ -241,7 +242,11 @@ def _trials(metrics: Metrics, name: str) -> tuple[float | None, str]:
     if of != name and of in metrics:
         if (prompts := figure(metrics, of.replace("num_pairs", "num_pair_prompts"))) is not None:
             return prompts, "prompt"
-        return figure(metrics, of), "pair"
+        pairs, same = (figure(metrics, of.replace("num_pairs", n)) for n in ("num_pairs", _SAME))
+        if pairs is None or same is None:
+            return pairs, "pair"
+        # Ties of equal responses are in the rate, as many as if all pairs had a verdict.
+        return round(pairs / (1 - same)) if same < 1 else pairs, "prompt"
     asked = figure(metrics, "val/num_prompts") if name else None
     unscored = figure(metrics, name.replace("win_rate", "unscored")) if "win_rate" in name else None
     # A prompt with a response that has no score is in no win rate.
@@ -273,7 +278,10 @@ def _fact(metrics: Metrics, name: str, value: float) -> Fact:
     if name in (_SHORTER, _MATCHED, "val/human_reward_accuracy"):
         notes.append(f"of {pairs_of(metrics, name)}")
     if (pairs := figure(metrics, f"val/{judge}_num_pairs")) is not None:
-        notes.append(f"of the {counted(pairs, 'pair')} with a verdict{_skipped(metrics, judge)}")
+        same = figure(metrics, f"val/{judge}_{_SAME}")
+        tie = f" and equal responses ({percent(same)}), which tie" if same else ""
+        told = f"of the {counted(pairs, 'pair')} with a verdict{tie}{_skipped(metrics, judge)}"
+        notes.append(told)
     return Fact(about.label.removeprefix("held-out "), shown, ", ".join(filter(None, notes)))
 
 

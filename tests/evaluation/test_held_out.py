@@ -52,15 +52,12 @@ def test_a_prompt_that_is_too_long_for_one_side_is_asked_of_neither():
 
 def test_a_prompt_with_other_documents_is_another_question_and_with_other_columns_it_is_not():
     given = [{"documents": [{"text": name}]} for name in ("one", "two", "one")]
-    records = [
-        PromptRecord("w2 w3", variables=each, columns={"answer": str(place)})
-        for place, each in enumerate(given)
-    ]
+    records = [PromptRecord("w2", "", {"answer": i}, variables=v) for i, v in enumerate(given)]
     ((batch,),), asked, unused = encode_questions(
         records, [tokenizer()], max_prompt_length=5, batch_size=4
     )
     assert asked == records[:2]
-    assert batch.columns["answer"] == ("0", "1")
+    assert batch.columns["answer"] == (0, 1)
     assert +unused == {"with the prompt of an earlier row": 1}
 
 

@@ -87,10 +87,10 @@ def test_a_run_whose_score_never_varied_has_no_win_rate_for_a_headline():
 
 
 def test_the_doctor_s_alerts_that_remain_and_a_warning_stand_behind_the_figure():
-    ends = {"kl_high": None, "groups": 7, "length": None}
-    alerts = tuple({"message": f"It {k} [warn]: 1", "cleared_at": v} for k, v in ends.items())
+    ends = (("a", None), ("b", 7), ("c", None))
+    alerts = tuple({"message": f"It {k} [warn]: 1", "cleared_at": v} for k, v in ends)
     told = verdict(replace(ppo(0.8, 0.7, 0.9), warning="9 steps.", alerts=alerts))
-    assert told.sentence.endswith("reward. 9 steps. But the doctor warns: it kl_high; it length.")
+    assert told.sentence.endswith("reward. 9 steps. But the doctor warns: it a; it c.")
     assert (told.tone, told.number_tone, told.number) == ("neutral", "neutral", "80.0 %")
 
 
@@ -111,7 +111,6 @@ def test_a_failed_gate_and_a_failed_run_are_said():
         ("reward", "val/accuracy", "val/num_pairs", "pair"),
         ("dpo", "val/accuracy", "val/num_pair_prompts", "prompt"),
         ("ppo", "val/gold_win_rate", "val/num_prompts", "prompt"),
-        ("evaluate", "best_of/4/gold_win_rate", "val/num_prompts", "prompt"),
     ],
 )
 def test_a_figure_of_few_prompts_or_pairs_is_no_headline(stage, figure, count, noun):
@@ -127,6 +126,9 @@ def test_a_figure_of_few_prompts_or_pairs_is_no_headline(stage, figure, count, n
     assert known.number in [fact.value for fact in few.facts]
 
 
-def test_prompts_without_a_score_are_not_counted_among_those_of_a_headline():
+def test_a_headline_counts_equal_responses_and_no_prompts_without_a_score():
     metrics = ppo(1.0, 0.6, 1.0).metrics | {"val/num_prompts": 400.0, "val/gold_unscored": 0.9875}
     assert "5 prompts are too few" in verdict(replace(ppo(1, 1, 1), metrics=metrics)).sentence
+    judged = {"win_rate": 0.5, "num_pairs": 20.0, "identical_rate": 0.5}
+    metrics = {f"val/judge_{name}": value for name, value in judged.items()}
+    assert "on 40 prompts won" in verdict(replace(ppo(1, 1, 1), metrics=metrics)).caption
