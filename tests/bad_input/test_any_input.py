@@ -47,14 +47,9 @@ def keys(node: Any, where: str = "") -> list[str]:
 
 WORDS = st.text("abcdefz_-./: 0123456789", max_size=12)
 NUMBERS = st.integers(-3, 300) | st.integers() | st.floats()
-VALUES = (
-    st.none()
-    | st.booleans()
-    | NUMBERS
-    | WORDS
-    | st.lists(st.integers(-2, 5) | WORDS, max_size=3)
-    | st.dictionaries(st.text("abc", min_size=1, max_size=3), st.integers() | WORDS, max_size=2)
-)
+SMALL = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.integers() | WORDS, max_size=2)
+LISTS = st.lists(st.integers(-2, 5) | WORDS, max_size=3)
+VALUES = st.none() | st.booleans() | NUMBERS | WORDS | LISTS | SMALL
 PLACES = st.sampled_from(("sft", "reward", "ppo")).flatmap(
     lambda stage: st.tuples(st.just(stage), st.sampled_from(keys(configuration(stage))))
 )
@@ -81,14 +76,9 @@ def test_any_value_is_taken_or_refused_by_its_name(place, value):
 # JSON may spell half of a surrogate pair, which no file can hold as UTF-8.
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=8)
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | ANY_TEXT
-MESSAGE = st.fixed_dictionaries(
-    {},
-    optional={
-        "role": st.sampled_from(ROLES) | ANY_TEXT,
-        "content": ANY_TEXT | PLAIN,
-        "name": PLAIN,
-    },
-)
+ROLE, CONTENT = st.sampled_from(ROLES) | ANY_TEXT, ANY_TEXT | PLAIN
+OPTIONAL = {"role": ROLE, "content": CONTENT, "name": PLAIN}
+MESSAGE = st.fixed_dictionaries({}, optional=OPTIONAL)
 ANYTHING = st.recursive(
     PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ANY_TEXT, inner, max_size=3)
 )

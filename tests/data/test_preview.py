@@ -53,6 +53,7 @@ def test_lengths_are_whole_rows_and_max_length_drops_what_the_stage_drops(tokeni
     lines = dict(preview(source(rows), tokenizer).lines)
     assert lines["whole row tokens, min / median / 95 % / max"] == "12 / 102 / 202 / 202"
     assert lines["max_length"] == "64 drops 2, 128 drops 1, 256 drops 0"
+    assert "plain text, written without the chat template" in lines["look at this"]
     records = source(rows).records("demonstrations", "train")
     for limit in (64, 101, 102, 256):
         kept, _ = encode_all(records, tokenizer, max_length=limit)
@@ -73,11 +74,6 @@ def test_each_fault_has_its_first_place_and_its_count(tokenizer):
     assert "row 2: the key 'rejected' is missing" in lines["refused, 2"]
     assert "row 3: 'chosen' and 'rejected' are the same" in lines["refused, 1"]
     assert lines["columns that are not read (map them with columns=)"] == "rater 1"
-
-
-def test_what_training_warns_of_is_told(tokenizer):
-    lines = dict(preview(source([PAIR]), tokenizer).lines)
-    assert "plain text, written without the chat template" in lines["look at this"]
 
 
 def shades(text):

@@ -69,9 +69,7 @@ def test_a_skipped_record_is_told_once_and_not_again_with_the_other_split(tmp_pa
     (told,) = [r.getMessage() for r in caplog.records if "bad records" in r.getMessage()]
     assert "train.jsonl: skipped 1 bad records, kept 1:" in told
     (tmp_path / "validation.jsonl").write_text(f"{bad}\n")
-    with pytest.raises(
-        BadRecordError, match=r"validation\.jsonl: .*all 1 were bad.*validation.*[^.].$"
-    ) as e:
+    with pytest.raises(BadRecordError, match=r"n\.jsonl: .*all 1 were bad.*n\.jsonl.*[^.].$") as e:
         FileSource(tmp_path, on_bad_record="skip").records("prompts", "train")
     assert "train.jsonl" not in str(e.value)
 
@@ -174,19 +172,13 @@ def test_a_mix_with_an_empty_source_is_an_error():
         mixed.records("prompts", "train")
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda path: as_source(path, "data"),
-        lambda path: PreferenceFolder(path),
-        lambda path: FileSource(path).records("prompts", "train"),
-    ],
-)
+READS = [as_source, PreferenceFolder, lambda path: FileSource(path).parsed("train")]
+
+
+@pytest.mark.parametrize("read", READS)
 def test_a_missing_source_is_a_data_error_and_a_missing_file(read, tmp_path):
     path = tmp_path / "nosuch.jsonl"
-    with pytest.raises(
-        BadRecordError, match=r"nosuch\.jsonl: there is no such file.*Fix: "
-    ) as caught:
+    with pytest.raises(BadRecordError, match=r"nosuch\.jsonl: .*no such file.*Fix: ") as caught:
         read(path)
     assert isinstance(caught.value, FileNotFoundError)
     copied = pickle.loads(pickle.dumps(caught.value))

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from rlhf_lightning.data.errors import BadRecordError
-from rlhf_lightning.preferences.annotation.store import LabelStore
 from rlhf_lightning.preferences.exchange import Collection, read_collection, write_collection
 from rlhf_lightning.preferences.judge import SYSTEM, TEMPLATE, JudgePrompt
 from rlhf_lightning.preferences.records import Choice, Label, Pair, turns_of
@@ -62,17 +61,14 @@ def test_the_order_of_a_trl_row_does_not_tell_what_was_chosen(tmp_path: Path):
         assert {"first": pair.first, "second": pair.second}[given.choice].startswith("good")
 
 
-def test_rows_of_one_pair_are_labels_of_their_own(tmp_path: Path):
-    file, store = tmp_path / "trl.jsonl", LabelStore(tmp_path / "labels.sqlite")
-    good, bad = ({"prompt": "q", "chosen": one, "rejected": two} for one, two in ("ab", "ba"))
-    for rows, new, verdicts in (([good, bad], 2, 0), ([good, bad, good], 1, 1)):
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_opposite_rows_of_one_pair_are_two_labels_and_no_majority(tmp_path: Path):
+    file, row = tmp_path / "trl.jsonl", {"prompt": "q", "chosen": "a", "rejected": "b"}
+    rows = [row, row | {"chosen": "b", "rejected": "a"}, row]
+    for count, verdicts in ((2, 0), (3, 1)):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
         found = read_collection(file, format="auto", known="labels", now=NOW)
-        store.add_pairs(found.pairs, labels_per_pair=1)
-        assert (len(found.pairs), store.add_labels(found.labels)) == (1, new)
-        held = Collection(tuple(store.pairs()), tuple(store.labels()))
-        assert write_collection(tmp_path / "out", held, format="trl")[0] == verdicts
-    assert json.loads((tmp_path / "out").read_text())["chosen"] == "a"
+        assert len({label.annotator for label in found.labels}) == count
+        assert write_collection(tmp_path / "out", found, format="trl")[0] == verdicts
 
 
 def test_raters_of_other_tools_are_not_given_the_right_answer(tmp_path: Path):
