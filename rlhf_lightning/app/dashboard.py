@@ -87,7 +87,7 @@ def require_login() -> None:
     if not is_logged_in():
         for title, metrics in sections().items():
             names = (m.rpartition("/")[2] if m in MEDIA else quantity(m).label for m in metrics)
-            say(f"{title}: {', '.join(names)}")
+            say(f"{title}: {'; '.join(names)}")
         raise ConfigError("no login to W&B: run `wandb login`, set WANDB_API_KEY or action=print")
 
 

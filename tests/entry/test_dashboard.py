@@ -35,4 +35,4 @@ def test_without_a_login_the_panels_are_named(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(ConfigError, match="wandb login"):
         run(load_settings(DashboardSettings, "dashboard", []))
-    assert "samples and distributions: held_out, best" in capsys.readouterr().out
+    assert "samples and distributions: held_out; best" in capsys.readouterr().out
