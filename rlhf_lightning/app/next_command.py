@@ -19,7 +19,8 @@ from rlhf_lightning.runs.folder import RunFolder, from_here, run_behind
 
 _COMPARE = "Read the samples. This compares it again on the prompts that training held out:"
 _TALK = "Read the samples, and talk to it beside the model that it was trained from:"
-_PPO = "Train a policy against this reward model:"
+_SFT = ("sft", "Fine-tune this model on demonstrations:")
+_PPO = ("ppo", "Train a policy against this reward model:")
 
 
 def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequence[str]) -> str:
@@ -47,9 +48,9 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
     own = _word(key, folder.export)
     elsewhere = f"The next stage starts from it with {own}."
     kind, told = {
-        "base": ("sft", "Fine-tune this model on demonstrations:"),
+        "base": _SFT,
         "sft": ("reward", "Train a reward model from this policy:"),
-        "reward": ("ppo", _PPO),
+        "reward": _PPO,
     }[made]
     if not has_records(settings, kind):
         if f"ppo_{settings.name.partition('_')[2]}" not in choices("experiment"):
@@ -63,14 +64,14 @@ def _short_way(
     settings: TrainSettings, made: str, start: str, folder: RunFolder, overrides: Sequence[str]
 ) -> str:
     """Return the same of a run on a file, as `rlhf-train EXPERIMENT MODEL FILE`."""
-    kind, told = {"reward": ("ppo", _PPO)}.get(made, ("dpo", "Train it on preferences:"))
+    kind, told = {"base": _SFT, "sft": ("dpo", "Train it on preferences:"), "reward": _PPO}[made]
     file, run = file_for(settings, kind), from_here(folder.path)
     policy, reward = (start, ["--reward-model", run]) if made == "reward" else (run, [])
     if file.isupper():
         told = f"{told[:-1]}; {file} is your file of {file.lower()}:"
-    said = ("model=", "model.name=", "dataset=", "dataset.path=", "dataset.name=", "artifacts.")
+    said = ("model=pretrained", "model.name=", "dataset=", "dataset.path=", "dataset.name=")
     experiment, *words = words_for(settings, kind, overrides, other_file=False)
-    others = [word for word in words if not word.lstrip("+").startswith(said)]
+    others = [word for word in words if not word.lstrip("+").startswith((*said, "artifacts."))]
     return _told(told, "train", [experiment, policy, file, *others, *reward])
 
 

@@ -18,7 +18,7 @@ from tests.builders.command_lines import LENGTH_REWARD, settings_of
 from tests.entry.test_run_of_training import run_of
 
 RUN = "outputs/a run/1"
-PRETRAINED = ["model=pretrained", "dataset=files", "dataset.name=mine"]
+SMALL, FILE = "model=smollm2_135m", ["dataset=files", "dataset.name=mine"]
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +70,8 @@ def test_the_next_stage_has_the_model_and_the_dataset_of_the_run(words, wanted):
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (["sft", "org/m", "demos.jsonl", "seed=3"], ["dpo", RUN, "PREFERENCES", "seed=3"]),
-        (["sft", "org/m", "pairs.jsonl"], ["dpo", RUN, "pairs.jsonl"]),
+        (["sft", "org/m", "demos.jsonl", SMALL], ["dpo", RUN, "PREFERENCES", SMALL]),
+        (["+experiment=base", *FILE, "dataset.path=demos.jsonl"], ["sft", RUN, "demos.jsonl"]),
         (
             ["reward", "org/m", "pairs.jsonl"],
             ["ppo", "org/m", "pairs.jsonl", "--reward-model", RUN],
@@ -91,8 +91,7 @@ def test_the_next_command_reads_the_file_beside_that_of_the_run():
 
 
 def test_the_evaluation_of_a_policy_names_again_what_a_folder_is_not_trusted_with():
-    words = ["+experiment=grpo", *PRETRAINED, "dataset.path=demos.jsonl", "artifacts.sft=org/m"]
-    words += ["artifacts.reward=null", "scorer=function", "scorer.function=reward.py:score"]
+    words = spelled_out(["grpo", "org/m", "demos.jsonl", "--reward", "reward.py:score"])
     _, command = printed(words, "outputs/grpo/1")
     with pytest.raises(ConfigError, match=r"name it again .*--reward FILE\.py:NAME"):
         settings_of("run=outputs/grpo/1", entry="evaluate")
