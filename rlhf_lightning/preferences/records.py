@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field
@@ -164,12 +163,7 @@ class Label(Checked):
 Answer = tuple[Text, str] | tuple[Text, str, Mapping[str, str]]
 
 
-_NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
-
-
-def name_of(
-    kind: str, prompt: Text, *responses: str, columns: Mapping[str, str] = _NO_COLUMNS
-) -> str:
+def name_of(kind: str, prompt: Text, *responses: str, columns: Mapping[str, str]) -> str:
     """Return the name of a prompt, or of responses to it in this order, whoever wrote them.
 
     It is a hash of their text; of a conversation, of its roles, contents and variables.

@@ -90,7 +90,7 @@ def test_names_are_hashes_of_content_so_that_a_second_import_adds_nothing() -> N
     assert Pair.make("q", "ab", "c").pair_id != Pair.make("q", "a", "bc").pair_id
     # A conversation and the plain text of its last turn are different prompts.
     prompts = (CHAT, CHAT[-1]["content"], CHAT[1:])
-    assert len({name_of("prompt", prompt) for prompt in prompts}) == 3
+    assert len({name_of("prompt", prompt, columns={}) for prompt in prompts}) == 3
 
 
 def test_responses_to_other_documents_have_other_names() -> None:
@@ -106,7 +106,7 @@ def test_responses_to_other_documents_have_other_names() -> None:
 
 def test_names_do_not_change_between_versions() -> None:
     assert Pair.make("q", "a", "b").pair_id == PAIR_NAME
-    assert name_of("prompt", CHAT) == CHAT_NAME
+    assert name_of("prompt", CHAT, columns={}) == CHAT_NAME
 
 
 @pytest.mark.parametrize(
