@@ -120,6 +120,8 @@ def test_a_checkpoint_is_loaded_with_its_hyper_parameters(material, whole):
     trained, checkpoint = whole[0], whole[1] / "checkpoints/last.ckpt"
     with pytest.raises(ValueError, match=r"load_from_checkpoint\(path, reward=function\)"):
         PPOModule.load_from_checkpoint(checkpoint)
+    with pytest.raises(ValueError, match=r"give .*/checkpoints/last\.ckpt"):
+        PPOModule.load_from_checkpoint(whole[1], reward=length)
     with pytest.raises(ValueError, match="load_from_checkpoint of the module"):
         SFTModule.load_from_checkpoint(checkpoint)
     loaded = PPOModule.load_from_checkpoint(checkpoint, reward=length)
@@ -226,15 +228,12 @@ def test_a_checkpoint_of_another_run_opens_no_folder_that_is_taken(material, who
 
 
 def test_what_a_run_without_a_checkpoint_left_is_on_no_page_of_the_next_one(material, tmp_path):
-    def failing(prompts: Any, completions: Any, **columns: Any) -> list[float]:
-        raise ValueError("no score")
-
     with pytest.raises(RuntimeError, match="the power went"):
         train(material, tmp_path, callbacks=Stop())
     assert len(rows(tmp_path)) == 1
     assert (tmp_path / "doctor.jsonl").exists()
-    module = ppo(material, reward=failing)
-    with pytest.raises(RuntimeError, match="no score"):
+    module = ppo(material, reward=lambda **_: 1 / 0)
+    with pytest.raises(RuntimeError, match="division by zero"):
         fit_in(tmp_path, module, prompts(material, module), doctor=False)
     for name in ("metrics.csv", "samples.jsonl", "distributions.jsonl", "doctor.jsonl"):
         assert not (tmp_path / name).exists(), name

@@ -324,7 +324,9 @@ def read_checkpoint(
     try:
         checkpoint = (read_full if Path(path).is_dir() else read_data)(Path(path))
     except CheckpointError as error:
-        raise CheckpointError(f"checkpoint_path={str(path)!r}: {error}") from error
+        last = Path(path) / "checkpoints/last.ckpt"  # of a run folder
+        hint = f": give {last}" if last.exists() else ""
+        raise CheckpointError(f"checkpoint_path={str(path)!r}: {error}{hint}") from error
     if not checkpoint.get(HYPER_PARAMETERS):
         raise ValueError(
             f"{path} holds no hyper-parameters of from_pretrained(): build the module as it was, "
