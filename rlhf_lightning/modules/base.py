@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,9 +35,8 @@ from rlhf_lightning.hparams import (
 from rlhf_lightning.models.building import place_on_ranks
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.learning_rates import Kind
-from rlhf_lightning.modules import pretrained
+from rlhf_lightning.modules import checks, pretrained
 from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
-from rlhf_lightning.modules.checks import check_data, check_module, check_trainer
 from rlhf_lightning.modules.metrics import LoggedNames
 from rlhf_lightning.modules.non_finite import SkippedSteps, finite
 from rlhf_lightning.modules.optimization import (
@@ -61,7 +59,6 @@ from rlhf_lightning.runs.manifest import Source
 from rlhf_lightning.text.tokenizers import stop_ids
 from rlhf_lightning.text.tokens import TextEncoder
 
-HOOKS = ("on_", "configure_callbacks")  # beginnings of names
 Hparams = SFTHparams | RewardHparams | DPOHparams | OnPolicyHparams
 
 
@@ -122,23 +119,9 @@ class RLHFModule(L.LightningModule):
     learning_rate_factor = 1.0
 
     def __init_subclass__(cls, **given: Any) -> None:
-        """Refuse a subclass whose hook leaves out ours, and with it checks and state.
-
-        Raises:
-            TypeError: if a hook does not call the one that it overrides.
-        """
+        """Refuse a subclass whose hook leaves out ours."""
         super().__init_subclass__(**given)
-        ours = [base for base in cls.__mro__ if base.__module__.startswith("rlhf_lightning.")]
-        hooks = {name for base in ours for name in vars(base) if name.startswith(HOOKS)}
-        for name in sorted(hooks):
-            hook = inspect.unwrap(getattr(cls, name))
-            if hook.__module__.startswith("rlhf_lightning."):
-                continue
-            if name not in hook.__code__.co_names:
-                raise TypeError(
-                    f"{hook.__qualname__} leaves out what {name} does in {ours[0].__name__}: call "
-                    f"super().{name}(...) in it"
-                )
+        checks.check_hooks(cls)
 
     def __init__(
         self,
@@ -267,7 +250,7 @@ class RLHFModule(L.LightningModule):
 
     def configure_callbacks(self) -> list[Callback]:
         """Refuse flags that would train something else, or fail later, before models are read."""
-        check_trainer(self.trainer)
+        checks.check_trainer(self.trainer)
         return []
 
     def on_fit_start(self) -> None:
@@ -275,8 +258,8 @@ class RLHFModule(L.LightningModule):
         check_same_on_all_ranks("start", self.fingerprint)
         for source in self.more_sources:
             check_same_on_all_ranks(source.key, source.fingerprint)
-        check_data(self)
-        check_module(self)
+        checks.check_data(self)
+        checks.check_module(self)
         move_models(self, self.roots)
         set_micro_batch_tokens(self)
         if not self.training:
@@ -303,20 +286,8 @@ class RLHFModule(L.LightningModule):
             )
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Refuse a training step that trains nothing.
-
-        Raises:
-            TypeError: if one of a subclass leaves neither a step nor a gradient.
-        """
-        if self.skipped.num_iterations or self.trainer.global_step:
-            return
-        if all(parameter.grad is None for parameter in self.parameters()):
-            raise TypeError(
-                f"{type(self).__name__}.training_step trained nothing: Lightning takes no step "
-                "under manual optimization. Return super().training_step(...), or call "
-                "self.manual_backward(loss) and self.optimizers().step(); the loss alone is "
-                "replaced by surrogate= or policy_loss of PPO and GRPO"
-            )
+        """Refuse a training step that trains nothing."""
+        checks.check_trained(self)
 
     def on_validation_start(self) -> None:
         """Start the clock; place the base of an adapter, where no training came before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections import Counter
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_lightning.batches import RolloutBatch
@@ -114,6 +116,41 @@ def _training_problems(trainer: Any) -> Iterator[tuple[bool, str]]:
         f"callbacks=EarlyStopping): {type(module).__name__} has no validation that could stop it: "
         "leave it out",
     )
+
+
+def check_hooks(module: type) -> None:
+    """Check that hooks of a subclass call ours, which check, time and keep state.
+
+    Raises:
+        TypeError: if one does not.
+    """
+    ours = [base for base in module.__mro__ if base.__module__.startswith("rlhf_lightning.")]
+    beginnings = ("on_", "configure_callbacks")
+    for name in sorted({n for base in ours for n in vars(base) if n.startswith(beginnings)}):
+        hook = inspect.unwrap(getattr(module, name))
+        is_own = not hook.__module__.startswith("rlhf_lightning.")
+        if is_own and name not in hook.__code__.co_names:
+            raise TypeError(
+                f"{hook.__qualname__} leaves out what {name} does in {ours[0].__name__}: call "
+                f"super().{name}(...) in it"
+            )
+
+
+def check_trained(module: Any) -> None:
+    """Check that the first iteration has left a step or a gradient.
+
+    Raises:
+        TypeError: if not, as a training step of a subclass returns its loss alone.
+    """
+    if module.skipped.num_iterations or module.trainer.global_step:
+        return
+    if all(parameter.grad is None for parameter in module.parameters()):
+        raise TypeError(
+            f"{type(module).__name__}.training_step trained nothing: Lightning takes no step under "
+            "manual optimization. Return super().training_step(...), or call "
+            "self.manual_backward(loss) and self.optimizers().step(); the loss alone is replaced "
+            "by surrogate= or policy_loss of PPO and GRPO"
+        )
 
 
 def check_module(module: L.LightningModule) -> None:
@@ -273,19 +310,23 @@ def check_result(maker: object, found: object, kind: type) -> None:
         raise TypeError(f"{_name_of(maker)} returned {shown(found)}: return {wanted}")
 
 
-def check_estimate(estimator: object, found: object, values: torch.Tensor | None) -> None:
-    """Check what an estimator has returned.
+def estimate(
+    estimator: Any, rewards: Tensor, values: Tensor | None, mask: Tensor, groups: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return what an estimator gives: advantages and returns.
 
     Raises:
         TypeError: if it is no pair, or lacks the targets of a value model, which has `values`.
     """
+    found = estimator(rewards, values, mask, groups)
     pair = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
-    tensors = [isinstance(one, torch.Tensor) for one in pair]
-    if not (tensors[0] and (tensors[1] or (values is None and pair[1] is None))):
-        raise TypeError(
-            f"{_name_of(estimator)} returned {shown(found)}: return (advantages, returns), each "
-            "[B, R]; returns, which the value model learns, are None only where there is none"
-        )
+    tensors = [isinstance(one, Tensor) for one in pair]
+    if tensors[0] and (tensors[1] or (values is None and pair[1] is None)):
+        return pair  # type: ignore[return-value]
+    raise TypeError(
+        f"{_name_of(estimator)} returned {shown(found)}: return (advantages, returns), each "
+        "[B, R]; returns, which the value model learns, are None only where there is none"
+    )
 
 
 def _name_of(part: object) -> str:

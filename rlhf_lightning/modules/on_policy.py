@@ -47,10 +47,10 @@ from rlhf_lightning.models.loading import warn_once
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.checks import (
     check_equal_shares,
-    check_estimate,
     check_result,
     check_sampler,
     check_whole_groups,
+    estimate,
     exceeds_target_kl,
 )
 from rlhf_lightning.modules.metrics import (
@@ -273,9 +273,7 @@ class OnPolicyModule(PolicyModule):
         rewards = shape_rewards(worth, kl, learnt, kl_coef=kl_coef)
         # 5. Advantages, and targets of a value model; a row without a score is in no group.
         groups = prompts.group_ids.where(scored, -1 - torch.arange(len(mask), device=mask.device))
-        estimated = self.estimator(rewards, found.values, learnt, groups)
-        check_estimate(self.estimator, estimated, found.values)
-        advantages, returns = estimated
+        advantages, returns = estimate(self.estimator, rewards, found.values, learnt, groups)
         if self.estimator.scale_free:
             advantages = advantages * weights.unsqueeze(-1)
         theirs, coef = found.teacher_logprobs, algorithm.teacher_coef
