@@ -65,7 +65,7 @@ def test_help_of_an_experiment_is_its_own(tmp_path):
         ("train", "--recipe dpoo", "did you mean dpo"),
         ("train", "dpoo --help", "did you mean dpo"),
         ("chat", f"{RUN}1", f"{RUN}1 does not exist: give a run, a model folder or a hub name"),
-        ("chat", f"{RUN}1", NEAR),
+        ("train", "+experiment=reward data.path=record.jsonl", "did you mean records.jsonl?"),
         (
             "evaluate",
             f"run={RUN}1",

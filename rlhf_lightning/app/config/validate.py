@@ -32,7 +32,7 @@ from rlhf_lightning.data.files import checked_rows
 from rlhf_lightning.data.formats import RowParser
 from rlhf_lightning.data.kinds import to_kind
 from rlhf_lightning.data.records import DemonstrationRecord, kind_of
-from rlhf_lightning.misfit import did_you_mean
+from rlhf_lightning.misfit import did_you_mean, near_path
 from rlhf_lightning.rollout.scorers.functions import check_function
 from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.runs.manifest import is_available, no_model
@@ -40,6 +40,7 @@ from rlhf_lightning.runs.manifest import is_available, no_model
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 # Settings that may name a function or class in a file, by their last part, and what it is.
 CODE = {"estimator": "estimator", "function": "reward function"}
+_PATHS = ("data.path", "ckpt_path", "people.run", "adversarial.run")
 _HANDED_ON = ("artifacts.", "dataset.")  # from the command line of a run that is taken over
 # Words of a command line that all stages share.
 SHARED = (
@@ -191,7 +192,7 @@ def check_functions(cfg: DictConfig | Mapping[str, Any]) -> None:
 
 
 def check_models(cfg: DictConfig, words: Sequence[str], also: Collection[str] = ()) -> None:
-    """Refuse a model of the command line that is not there, if the reason is seen without torch.
+    """Refuse a model or file of the command line that is not there, as far as torch is not needed.
 
     One that a stage makes is left to the command, which names what makes it.
 
@@ -205,9 +206,11 @@ def check_models(cfg: DictConfig, words: Sequence[str], also: Collection[str] = 
     """
     for key in (word.lstrip("+").partition("=")[0] for word in words):
         group, _, kind = key.rpartition(".")
+        source = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
+        if key in _PATHS and isinstance(source, str) and not Path(source).exists():
+            raise ConfigError(f"{key}={source} does not exist{near_path(source, Path.exists)}")
         if (group != "artifacts" or kind == "publish") and key not in ("policy", "baseline"):
             continue
-        source = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
         usual = (
             [f"{OmegaConf.select(cfg, 'model.folder')}/{kind}"] if group else cfg.artifacts.values()
         )
