@@ -74,12 +74,11 @@ def read_runs(folders: Sequence[RunFolder]) -> list[Run]:
     ]
     settings = [{key: rows[key][n][1] for key in different} for n in range(len(folders))]
     typed = list(map(_words, folders, summaries))
+    both = list(zip(typed, configs, strict=True))
     keys = dict.fromkeys(key for own in typed for key in own)
-    spelled = [key for key in keys if len({own.get(key) for own in typed}) > 1]
-    words = [
-        {key: own.get(key) or of.get(key, _NOT_SET[1]) for key in spelled}
-        for own, of in zip(typed, settings, strict=True)
-    ]
+    told = {k: [own.get(k) or of.get(k, _NOT_SET)[1] for own, of in both] for k in keys}
+    spelled = {key: row for key, row in told.items() if len({*row}) > 1}
+    words = [{key: row[n] for key, row in spelled.items()} for n in range(len(folders))]
     paths = [folder.path.resolve() for folder in folders]
     labels = [path.relative_to(os.path.commonpath(paths)).as_posix() for path in paths]
     for of_runs in (words, settings):
