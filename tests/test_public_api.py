@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -96,6 +97,7 @@ def test_a_run_that_stopped_goes_on_from_last_to_the_same_bits(material, whole, 
         ({"strategy": ModelParallelStrategy()}, "use strategy=FSDP2Strategy"),
         ({"gradient_clip_val": 1.0}, "gradient_clip_val"),  # by Lightning, as is the next
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches"),
+        ({"callbacks": EMAWeightAveraging(update_every_n_steps=2)}, "could aver"),
     ],
 )
 def test_a_flag_that_trains_something_else_is_refused_before_a_model_is_read(

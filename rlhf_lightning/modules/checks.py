@@ -11,7 +11,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -109,6 +113,12 @@ def _training_problems(trainer: Any) -> Iterator[tuple[bool, str]]:
         any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks),
         "callbacks=StochasticWeightAveraging): it averages epochs, and a stage is one epoch: use "
         "EMAWeightAveraging(decay=...)",
+    )
+    averages = [c for c in trainer.callbacks if isinstance(c, EMAWeightAveraging)]
+    yield (
+        steps > 1 and any(c.update_every_n_steps != 1 for c in averages),
+        "callbacks=EMAWeightAveraging(update_every_n_steps=...)) looks once an iteration, here of "
+        f"{steps} optimizer steps, and could average none: use update_every_n_steps=1",
     )
     stops = any(isinstance(c, EarlyStopping) for c in trainer.callbacks)
     yield (
