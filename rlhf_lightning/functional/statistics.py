@@ -122,8 +122,8 @@ def interval_over_groups(
 ) -> tuple[float, float]:
     """Return the Wilson interval of the share of hits; trials of one group count as alike.
 
-    At the number of trials where no two are of one group, or all are, which says nothing about
-    other groups; else at their `effective_number`, which is at most theirs.
+    At the number of trials where no two are of one group, else at their `effective_number`, which
+    is at most theirs. Trials that are all of one group say nothing about others: 0 to 1.
 
     Args:
         hits: results of the trials.
@@ -135,7 +135,9 @@ def interval_over_groups(
     for hit, group in zip(hits, groups, strict=True):
         sums[group] += hit
         sizes[group] += 1
-    if 1 < len(sizes) < len(hits):
+    if len(sizes) == 1 < len(hits):
+        return 0.0, 1.0
+    if len(sizes) < len(hits):
         values = list(sums.values()), list(sizes.values())
         count = min(effective_number(*values, confidence=confidence), count)
         right *= count / len(hits)
