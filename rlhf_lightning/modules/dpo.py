@@ -162,7 +162,7 @@ MEASURES = (
     *("chosen_logprob", "rejected_logprob"),
 )
 # [2, 3] sums over rows with label True, False: 1, reward, log-probability
-BY_LABEL = "dpo/by_label"
+BY_LABEL = "by_label"  # no slash: a vector
 
 
 class DPOModule(RLHFModule):

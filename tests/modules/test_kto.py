@@ -88,7 +88,7 @@ def test_a_batch_of_one_label_says_nothing_of_the_other():
     for name in ("rejected_reward", "margin"):  # not a number, and not the last batch's
         assert measures[f"dpo/{name}"] != measures[f"dpo/{name}"]
     sums = torch.tensor([[2.0, 4.0, -6.0], [1.0, 1.0, -8.0]])
-    found = by_label({"dpo/by_label": sums, "dpo/loss": torch.tensor(1.0)})
+    found = by_label({"by_label": sums, "dpo/loss": torch.tensor(1.0)})
     assert {k: float(v) for k, v in found.items()} == {
         "dpo/loss": 1.0, "dpo/chosen_reward": 2.0, "dpo/rejected_reward": 1.0, "dpo/margin": 1.0,
         "dpo/chosen_logprob": -3.0, "dpo/rejected_logprob": -8.0,
