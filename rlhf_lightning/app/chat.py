@@ -28,9 +28,8 @@ from rlhf_lightning.callbacks.console import printable
 from rlhf_lightning.data.collate import PromptCollator
 from rlhf_lightning.data.encode import encode_prompt
 from rlhf_lightning.data.records import PromptRecord
-from rlhf_lightning.evaluation.compare import prompt_room
 from rlhf_lightning.evaluation.generate import Sampling, sample_batches
-from rlhf_lightning.models.classifiers import max_positions
+from rlhf_lightning.models.classifiers import max_positions, prompt_room
 from rlhf_lightning.models.factory import load_scalar_model
 from rlhf_lightning.models.precision import in_precision
 from rlhf_lightning.models.quiet import quieten

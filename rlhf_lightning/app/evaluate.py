@@ -41,7 +41,6 @@ from rlhf_lightning.data.summary import warn_of_plain_prompts
 from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation import human
 from rlhf_lightning.evaluation.benchmarks import score_candidates
-from rlhf_lightning.evaluation.compare import prompt_room
 from rlhf_lightning.evaluation.generate import PolicyAnswers, Sampling
 from rlhf_lightning.evaluation.held_out import (
     BAD,
@@ -51,6 +50,7 @@ from rlhf_lightning.evaluation.held_out import (
     held_out_comparison,
 )
 from rlhf_lightning.evaluation.lm_eval_tasks import LmEvalBenchmark
+from rlhf_lightning.models.classifiers import prompt_room
 from rlhf_lightning.models.precision import MIXED_BF16, in_precision
 from rlhf_lightning.preferences.annotation.store import StoreError
 from rlhf_lightning.preferences.candidates import LoadedPolicy, load_candidate_policy

@@ -35,7 +35,7 @@ from rlhf_lightning.evaluation.generate import GoldReward, Sampling
 from rlhf_lightning.evaluation.held_out import HeldOutComparison, held_out_comparison
 from rlhf_lightning.evaluation.safety import SafetyCheck, required_measures
 from rlhf_lightning.hparams import SamplingHparams
-from rlhf_lightning.models.classifiers import max_positions
+from rlhf_lightning.models.classifiers import prompt_room
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.lora import AdaptedPolicy, AdaptedScalarModel
@@ -384,16 +384,3 @@ def start_policy(module: Any) -> PolicyModel:
         in_bf16 = module.compute_dtype == torch.bfloat16
         round_frozen_weights(policy.model, MIXED_BF16 if in_bf16 else trainer.precision)
     return policy
-
-
-def prompt_room(policy: PolicyModel, wanted: int, max_new_tokens: int) -> int:
-    """Return the longest prompt, at most `wanted`, that leaves room for a response, in tokens.
-
-    Raises:
-        ValueError: if no prompt leaves room.
-    """
-    limit = max_positions(policy.model)
-    if limit is not None and max_new_tokens >= limit:
-        told = f"max_new_tokens={max_new_tokens} leaves no room for a prompt"
-        raise ValueError(f"{told} in the {limit} positions of the policy")
-    return wanted if limit is None else min(wanted, limit - max_new_tokens)

@@ -20,7 +20,6 @@ from rlhf_lightning.data.sources.given import Rows, as_source
 from rlhf_lightning.evaluation.compare import (
     generator_of,
     precision_of,
-    prompt_room,
     start_of,
     start_policy,
     trainer_of,
@@ -28,6 +27,7 @@ from rlhf_lightning.evaluation.compare import (
 from rlhf_lightning.evaluation.generate import Sampling, sample_batches, shared_among_ranks
 from rlhf_lightning.functional.statistics import all_equal
 from rlhf_lightning.models.building import in_eval_mode
+from rlhf_lightning.models.classifiers import prompt_room
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.modules.reward import RewardModule
 from rlhf_lightning.rollout.noise import RowNoise

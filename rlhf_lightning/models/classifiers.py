@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 
 from rlhf_lightning.functional.sequences import last_token_index
 from rlhf_lightning.models.building import reads_weights
-from rlhf_lightning.models.heads import ScalarHead
+from rlhf_lightning.models.heads import PolicyModel, ScalarHead
 from rlhf_lightning.models.loading import listed, load_whole, loading_options
 
 _HEADS = ("score", "classifier", "out_proj", "logits_proj")
@@ -176,3 +176,16 @@ def max_positions(model: PreTrainedModel) -> int | None:
             return module.num_embeddings - module.padding_idx - 1
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(positions) if positions is not None and positions > 0 else None  # XLNet says -1
+
+
+def prompt_room(policy: PolicyModel, wanted: int, max_new_tokens: int) -> int:
+    """Return the longest prompt, at most `wanted`, that leaves room for a response, in tokens.
+
+    Raises:
+        ValueError: if no prompt leaves room.
+    """
+    limit = max_positions(policy.model)
+    if limit is not None and max_new_tokens >= limit:
+        told = f"max_new_tokens={max_new_tokens} leaves no room for a prompt"
+        raise ValueError(f"{told} in the {limit} positions of the policy")
+    return wanted if limit is None else min(wanted, limit - max_new_tokens)

@@ -33,7 +33,7 @@ from rlhf_lightning.hparams import (
     SFTHparams,
 )
 from rlhf_lightning.models.building import place_on_ranks
-from rlhf_lightning.models.classifiers import max_positions
+from rlhf_lightning.models.classifiers import prompt_room
 from rlhf_lightning.models.learning_rates import Kind
 from rlhf_lightning.modules import checks, pretrained
 from rlhf_lightning.modules.checkpoint_state import Stateful, load_states, save_states
@@ -450,9 +450,7 @@ class RLHFModule(L.LightningModule):
         """Return the response to each prompt, whose noise is that of its number."""
         if self.policy is None:
             self.configure_model()
-        room = (max_positions(self.policy.model) or 2**31) - length
-        if room < 1:
-            raise ValueError(f"max_new_tokens={length} leaves no room for a prompt: use less")
+        room = prompt_room(self.policy, 2**31, length)
         batches = _batches(rows, numbers, self.tokenizer, room, batch_size)
         each = (self._written(batch, noise, length, temperature) for batch in batches)
         return [text for texts in each for text in texts]

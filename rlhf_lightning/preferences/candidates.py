@@ -28,6 +28,7 @@ from rlhf_lightning.data.encode import EncodedPrompt, encode_prompt
 from rlhf_lightning.data.progress import with_bar
 from rlhf_lightning.data.records import PromptRecord, as_columns, text_key
 from rlhf_lightning.hparams import Checked, Usual
+from rlhf_lightning.models.classifiers import prompt_room
 from rlhf_lightning.models.factory import frozen, load_policy
 from rlhf_lightning.models.heads import PolicyModel
 from rlhf_lightning.models.precision import round_frozen_weights
@@ -186,7 +187,8 @@ class Sampling(Checked):
         decodings: ways to decode; each policy responds to each prompt in each of them.
         num_samples: responses of a policy to a prompt with one way to decode.
         max_new_tokens: longest response, in tokens.
-        max_prompt_length: tokens; longer prompts are left out.
+        max_prompt_length: tokens; longer prompts are left out, as are those to which a response of
+            `max_new_tokens` is beyond what a policy reads.
         batch_size: prompts of a unit.
         seed: seeds the sampling noise.
         skip_special_tokens: leave special tokens out of the responses.
@@ -248,7 +250,7 @@ def sample_candidates(
     missing = [unit for unit in todo if unit.name not in done]
     for number, own in groupby(missing, key=lambda unit: unit.policy):
         policy = list(sampling.policies.values())[number]()
-        encoded = _encode(prompts, policy.tokenizer, sampling)
+        encoded = _encode(prompts, policy, sampling)
         for unit in with_bar([*own], "candidates", "batches"):
             answers = _answer(unit, policy, encoded, sampling)
             done[unit.name] = {"unit": unit.name, "plan": plan, "answers": answers}
@@ -316,13 +318,15 @@ def _plan(prompts: Sequence[PromptRecord], sampling: Sampling) -> str:
 
 
 def _encode(
-    prompts: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+    prompts: Sequence[PromptRecord], policy: LoadedPolicy, sampling: Sampling
 ) -> list[EncodedPrompt | None]:
-    control = ControlTokens(tokenizer)
+    """Return the rows of the prompts, None for those that leave no room for a response."""
+    control = ControlTokens(policy.tokenizer)
     for number, prompt in enumerate(prompts, start=1):
         if prompt.rendered and control.spelled_in(prompt.prompt):
             raise ValueError(f"prompt {number} is rendered and spells special tokens: give turns")
-    encoder, longest = TextEncoder(tokenizer), sampling.max_prompt_length
+    encoder = TextEncoder(policy.tokenizer)
+    longest = prompt_room(policy.model, sampling.max_prompt_length, sampling.max_new_tokens)
     return [encode_prompt(prompt, encoder, max_length=longest) for prompt in prompts]
 
 

@@ -130,6 +130,17 @@ def test_empty_cut_off_and_repeated_answers_are_dropped_and_counted() -> None:
     assert len(usable(candidates, keep_unfinished=True)[0]) == 4
 
 
+def test_a_prompt_without_room_for_a_response_in_the_context_is_left_out(
+    sampling: Sampling, policy: LoadedPolicy, tmp_path: Path
+) -> None:
+    prompts = [PromptRecord("why? " * 2), PromptRecord("why? " * 12)]
+    room = len(policy.tokenizer("why? " * 2)["input_ids"]) + sampling.max_new_tokens
+    short = replace(policy, model=tiny_policy(max_position_embeddings=room, vocab_size=300))
+    narrow = replace(sampling, policies={"sft": lambda: short})
+    found = sample_candidates(prompts, narrow, Journal(tmp_path / "c.jsonl", dict))
+    assert {candidate.prompt for candidate in found} == {prompts[0].prompt}
+
+
 def test_a_rendered_prompt_is_refused_where_its_pairs_would_lose_that(
     sampling: Sampling, policy: LoadedPolicy, tmp_path: Path
 ) -> None:
