@@ -26,6 +26,7 @@ from rlhf_lightning.data.records import (
     both_responses,
     kind_of,
 )
+from rlhf_lightning.data.texts import is_transcript
 
 EVERY = "learn all rows alike with columns={label: null}"
 GOOD = f"name the value of good responses with dataset.source.label_good=VALUE, or {EVERY}"
@@ -130,7 +131,7 @@ def to_kind(record: Record, kind: RecordKind, labels: Labels = NO_LABELS) -> Seq
     Raises:
         BadRecordError: if the record cannot be turned into that kind, naming both; if its response
             is to be imitated and labelled bad, or not at all in a labelled set; or if an unpaired
-            row has no label.
+            row has no label, or a rendered pair no prompt.
     """
     columns = record.origin.columns
     more: dict[str, Any] = {"variables": record.variables, "origin": record.origin}
@@ -143,6 +144,10 @@ def to_kind(record: Record, kind: RecordKind, labels: Labels = NO_LABELS) -> Seq
             raise BadRecordError(record.place, f"the row has no label, but {[*columns]}", fix)
         parts = (record.prompt, record.completion, record.domain, record.rendered, good)
         return [UnpairedRecord(*parts, **more)]
+    whole = record.rendered and kind in ("prompts", "demonstrations")
+    if whole and not all(map(is_transcript, record.origin.sides)):
+        found = "no key of a rendered pair says where its prompt ends: responses may begin alike"
+        raise BadRecordError(record.place, found, f"write the key 'prompt' for {kind}")
     if kind == "prompts" and not isinstance(record, TextRecord):
         if not record.prompt:
             raise BadRecordError(record.place, "the key 'prompt' is empty", FILL)
