@@ -286,3 +286,7 @@ def test_a_reward_model_that_continues_one_with_mean_and_std_is_exported_with_it
     again = load_scalar_model(tmp_path / "b")
     torch.testing.assert_close(again.head.bias, model.head.bias)
     assert "std" not in json.loads((tmp_path / "b/config.json").read_text())
+    assert built(tmp_path / "b").normalized
+    assert not built(normalized_by(tmp_path / "b", reward_normalized=False)).normalized
+    normalized_by(tmp_path / "b", reward_normalized=True, problem_type=None)
+    assert not built(tmp_path / "b", output="probability").normalized

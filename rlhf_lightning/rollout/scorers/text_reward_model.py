@@ -104,6 +104,8 @@ class TextRewardModelScorer:
                 self.hparams, self.normalized = replace(hparams, mean=found[0], std=found[1]), True
                 told = "%s: its scores are normalized by mean=%g and std=%g of its config.json"
                 logger.warning(told, self.source, *found)
+            if self.output != "probability":  # of an export of ours
+                self.normalized |= getattr(model.model.config, "reward_normalized", False)
             self.encode = self._encoder(model)
             self.pad_id = 0  # a decoder's mask hides it, and its pad token may have no embedding
             if not model.reads_last_token:
