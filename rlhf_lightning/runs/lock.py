@@ -132,7 +132,8 @@ def check_free(
     summary, ours = summary_or_none(folder), {LOCK, *also}
     if begun or (folder.path / LOCK).is_file():  # by a run that ended before its summary
         ours |= {HYDRA, RUN_YAML, log}
-    if summary is None:
+    if summary is None:  # and what a kill has left of the first one
+        ours.update(path.name for path in folder.path.glob(f".{folder.summary.name}.tmp-*"))
         found = sorted(set(os.listdir(folder.path)) - ours) if folder.path.exists() else []
     elif summary.status == "completed" or summary.stage != stage:
         found = [f"a run ({summary.stage}, {summary.status})"]

@@ -97,6 +97,9 @@ def test_what_a_start_left_before_its_summary_is_taken_again_and_removed_by_name
         for name in (".hydra/config.yaml", "train.log"):
             (begun.path / name).write_text("x")
     check_free(begun, "sft", log="train.log")
+    (killed := begun.path / ".summary.json.tmp-7").touch()  # in its first write of a summary
+    check_free(begun, "sft", log="train.log")
+    killed.unlink()
     (begun.path / "server.log").write_text("three weeks")
     with pytest.raises(FolderTakenError, match=r"server\.log"):
         check_free(begun, "sft", log="train.log")
