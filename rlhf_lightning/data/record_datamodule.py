@@ -8,6 +8,7 @@ yields exactly the batches that the interrupted one did not train on.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 import warnings
@@ -56,6 +57,7 @@ from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, worl
 from rlhf_lightning.models.loading import load_config, loading_options
 from rlhf_lightning.runs.manifest import Source
 
+logger = logging.getLogger(__name__)
 VALIDATION_BATCH_FACTOR = 2
 
 
@@ -323,11 +325,15 @@ class RecordDataModule(LightningDataModule):
             identity = self._identity(len(rows))
             digests = (identity[key][:12] for key in ("training_rows", "validation_rows"))
             check_same_on_all_ranks("data", " ".join(digests))
+        limit, own = getattr(self.trainer, "limit_train_batches", None), self.num_iterations
+        if type(limit) is int and limit > own and not self._rank:
+            told = f"max_iterations={limit}, and the data have {own}: {own} are trained"
+            logger.warning(f"{told}, give num_iterations={limit} for more")
         num_spare_batches, whole_spares = self._spare_batches()
         self._sampler = StreamBatchSampler(
             len(rows),
             batch_size=self.batch_size,
-            num_iterations=self.num_iterations,
+            num_iterations=own,
             seed=self.seed,
             lengths=[len(row) for row in rows] if self.group_by_length else None,
             groups=self._groups(rows),

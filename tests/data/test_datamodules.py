@@ -76,9 +76,15 @@ def test_two_ranks_together_hold_the_global_batch(tokenizer, stage):
 
 
 @pytest.mark.parametrize(("num_epochs", "expected"), [(1, 6), (2, 12), (0.5, 3), (0.01, 1)])
-def test_epochs_are_turned_into_iterations(tokenizer, num_epochs, expected):
+def test_epochs_are_turned_into_iterations(tokenizer, num_epochs, expected, caplog):
+    caplog.set_level("INFO")
     datamodule = demonstrations(tokenizer, num_epochs=num_epochs)
     assert datamodule.num_iterations == expected == len(datamodule.train_dataloader())
+    assert "max_iterations" not in caplog.text
+    asked = {"limit_train_batches": expected + 1}
+    datamodule.trainer = SimpleNamespace(global_rank=0, world_size=1, **asked)
+    datamodule.train_dataloader()
+    assert f"max_iterations={expected + 1}, and the data have {expected}:" in caplog.text
 
 
 def test_dropped_records_are_counted_and_nothing_left_is_an_error(tokenizer):
