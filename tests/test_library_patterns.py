@@ -27,6 +27,7 @@ from rlhf_lightning import (
     PromptDataModule,
     RewardModule,
     SamplingHparams,
+    SFTHparams,
     SFTModule,
     compare,
     trainer_arguments,
@@ -130,6 +131,17 @@ def test_a_run_under_fsdp2_goes_on_in_its_folder_and_no_other_runs_over_it(mater
         leave_process_group()
     assert [row["iteration"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     assert read_summary(RunFolder(tmp_path)) == before
+
+
+def test_the_page_of_an_early_stop_says_whose_weights_were_kept(material, tmp_path):
+    module = SFTModule.from_pretrained(material["policy"], sft=SFTHparams(learning_rate=0.5))
+    given = {"early_stopping": 1, "max_iterations": 8, "val_check_interval": 1}
+    fit_sft(material, tmp_path, module, **given)
+    kept = (tmp_path / "checkpoints/best.ckpt").resolve().stem.removeprefix("iteration=")
+    assert int(kept) < len(rows(tmp_path)) < 8
+    about = read_summary(RunFolder(tmp_path)).about
+    assert about["weights"] == f"those of iteration {int(kept)}"
+    assert about["weights"] in (tmp_path / "report.html").read_text()
 
 
 def test_no_average_is_put_over_the_best_weights(material, tmp_path):
@@ -319,6 +331,8 @@ def test_a_prediction_that_fails_leaves_the_record_of_the_run_alone(material, tm
         trainer.predict(module, [{"prompt": "w1"}])
     assert read_summary(folder) == before
     assert isinstance(logger.experiment.id, str), "not ended as failed"
+    compared = before.metrics["val/score_win_rate"]
+    assert logger.experiment.summary["val/score_win_rate"] == compared
     logger.finish()
 
 

@@ -48,6 +48,7 @@ from rlhf_lightning.app.run_summary import few_steps, memory_advice, start_setti
 from rlhf_lightning.app.start import AS_PYTHON
 from rlhf_lightning.app.sweep import in_sweep, should_continue
 from rlhf_lightning.app.tracking import finish_tracking
+from rlhf_lightning.callbacks.checkpointing import kept_weights
 from rlhf_lightning.callbacks.console import print_start, print_verdict
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
 from rlhf_lightning.callbacks.iterations import current_iteration
@@ -204,8 +205,8 @@ def _train(
         phases = zip(("setup", "fit", "measure", "export"), pairwise(times), strict=True)
         seconds = {name: end - start for name, (start, end) in phases}
         seconds["total"] = _total(summary, times[0])
-        metrics = dict(sorted(findings.metrics.items()))
-        ended: dict[str, Any] = {"metrics": metrics, "gates": gates, "seconds": seconds}
+        ended: dict[str, Any] = {"metrics": dict(sorted(findings.metrics.items())), "gates": gates}
+        ended |= {"seconds": seconds, "about": {**summary.about, **kept_weights(parts.trainer)}}
         summary = replace(summary, status="completed", **ended)
         if parts.trainer.is_global_zero:
             summary = replace(summary, next=after_training(settings, folder, overrides))

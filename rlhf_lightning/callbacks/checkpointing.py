@@ -354,6 +354,18 @@ def _may_stop_early(trainer: Trainer) -> bool:
     return any(isinstance(one, PatientStopping) for one in trainer.early_stopping_callbacks)
 
 
+def ended_with(trainer: Trainer) -> int | None:
+    """Return the iteration whose weights early stopping has kept; None for the last ones."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c.ended_with for c in callbacks if isinstance(c, IterationCheckpoint)), None)
+
+
+def kept_weights(trainer: Trainer) -> dict[str, str]:
+    """Return what a page says of the weights that a run has ended with."""
+    best = ended_with(trainer)
+    return {"weights": f"those of iteration {best}"} if best else {}
+
+
 class PatientStopping(EarlyStopping):
     """Lightning's early stopping, whose patience at a resume is the one that is asked for.
 

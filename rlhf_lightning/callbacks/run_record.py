@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 
 from rlhf_lightning import hparams
-from rlhf_lightning.callbacks.checkpointing import IterationCheckpoint
+from rlhf_lightning.callbacks.checkpointing import ended_with, kept_weights
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.callbacks.iterations import current_iteration, out_of_time
 from rlhf_lightning.callbacks.wandb_logger import log_samples, wandb_loggers
@@ -164,6 +164,7 @@ class RunRecord(Callback):
         findings.write(self.folder, iteration if baseline == _start(module) else 0)
         for tracker in wandb_loggers(trainer):
             log_samples(tracker, iteration, "held_out", findings.samples)
+            tracker.summarize(findings.metrics, gates)
         about = {**summary.about, "baseline": without_folders(baseline)}
         about["compared by"] = without_folders(_reward(judge))
         kept = {k: v for k, v in summary.metrics.items() if k not in self._compared}
@@ -190,10 +191,9 @@ class RunRecord(Callback):
                 self._write(trainer, self._summary, findings or Findings({}), **ended)
 
     def _write(self, trainer: Trainer, begun: Summary, findings: Findings, **ended: Any) -> None:
-        callbacks: list[Any] = cast(Any, trainer).callbacks
-        best = next((c.ended_with for c in callbacks if isinstance(c, IterationCheckpoint)), None)
-        last: dict[str, float] = {}
-        at, end, about = 0, best or current_iteration(trainer), dict(begun.about)
+        best, last = ended_with(trainer), dict[str, float]()
+        at, end = 0, best or current_iteration(trainer)
+        about = {**begun.about, **kept_weights(trainer)}
         rows = read_metrics(self.folder.metrics)
         # An evaluation every few iterations is one of the end only if it was made there.
         compares = getattr(trainer.lightning_module, "rolls_out", False)

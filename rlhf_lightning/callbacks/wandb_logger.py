@@ -187,28 +187,33 @@ class IterationWandbLogger(WandbLogger):
         *,
         exit_code: int = 0,
     ) -> None:
-        """Write final metrics and gates into the summary of the W&B run and close it.
+        """Write final metrics and gates into the summary of the W&B run and close it."""
+        self.summarize(metrics or {}, gates)
+        self.guarded(lambda: self.experiment.finish(exit_code=exit_code))
+        self._experiment = DummyExperiment()  # type: ignore[assignment]  # not a second run
+
+    def summarize(
+        self, metrics: Mapping[str, float | None], gates: Sequence[GateResult] = ()
+    ) -> None:
+        """Write metrics and gates into the summary of the W&B run.
 
         Gates are a table `gates` and a summary value `gates/<name>`, 1 for passed and 0 for not,
         none where nothing was measured; one alert names those that failed.
         """
 
-        def close() -> None:
+        def write() -> None:
             run = self.experiment
-            for name, value in (metrics or {}).items():
-                run.summary[name] = value
+            run.summary.update(dict(metrics))
             if gates:
                 rows = [[g.name, g.word, g.value, g.threshold, g.reason] for g in gates]
                 columns: list[str | int] = ["gate", "result", "value", "threshold", "reason"]
                 run.log({"gates": wandb.Table(columns=columns, data=rows)})
             for gate in (one for one in gates if one.word != "not measured"):
                 run.summary[f"gates/{gate.name}"] = int(gate.passed)
-            run.finish(exit_code=exit_code)
 
         if failed := [f"{gate.name}: {gate.reason}" for gate in gates if not gate.passed]:
             self.alert(f"{len(failed)} of {len(gates)} gates failed", "\n".join(failed))
-        self.guarded(close)
-        self._experiment = DummyExperiment()  # type: ignore[assignment]  # not a second run
+        self.guarded(write)
 
 
 @checked

@@ -45,6 +45,7 @@ def test_what_is_measured_exported_and_published_is_the_best(start, tmp_path):
     assert rows[-1]["iteration"] == best["iteration"] + 2
     assert rows[-1]["val/loss"] > 1.01 * best["val/loss"]
     assert read_summary(stopped).metrics["val/loss"] == pytest.approx(best["val/loss"], rel=1e-4)
+    assert read_summary(stopped).about["weights"] == f"those of iteration {best['iteration']:.0f}"
     assert "12 optimizer steps are too few" in (stopped.export / "README.md").read_text()
     last, kept = (
         torch.load(path, weights_only=True)["state_dict"]
