@@ -43,7 +43,6 @@ from rlhf_lightning.models.forward import (
     response_values,
 )
 from rlhf_lightning.models.heads import Teaching, TokenStatistics
-from rlhf_lightning.models.loading import warn_once
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.checks import (
     check_equal_shares,
@@ -75,8 +74,6 @@ from rlhf_lightning.rollout.estimators import corrected_advantages
 from rlhf_lightning.rollout.generators.base import gathers_layers
 from rlhf_lightning.rollout.resampling import resampled
 from rlhf_lightning.rollout.scorers.base import Responses, Scores
-
-MANY_CLIPPED = 0.25
 
 
 class ResponseFigures(NamedTuple):
@@ -431,11 +428,6 @@ class OnPolicyModule(PolicyModule):
     ) -> None:
         """9. Log the iteration, counted from 0; adapt the KL coefficient and the learning rate."""
         sampled = rollout_metrics(rollout, self.stage, score_clip=self.score_clip)
-        if self.algorithm.score_clip == "auto" and sampled.get("rollout/clipped", 0) > MANY_CLIPPED:
-            warn_once(
-                "score_clip=auto wants normalized scores, and clips more than a quarter of these: "
-                "normalize the reward model again, or set score_clip"
-            )
         tokens = float(global_sum(rollout.response_mask.sum()))
         sampled |= sampler_metrics(rollout, self.algorithm, tokens)
         sampled |= trust_region_metrics(steps.totals, self.stage)
