@@ -141,6 +141,14 @@ def test_a_second_fit_that_would_repeat_the_noise_of_the_first_is_refused(materi
     fit_in(tmp_path, module, data, max_iterations=2, record=False, ckpt_path=str(path))
 
 
+def test_margins_that_dpo_does_not_read_are_named(material, tmp_path):
+    module = DPOModule.from_pretrained(material["policy"])
+    rows = [{"prompt": f"w{i}", "chosen": "w2", "rejected": "w3", "margin": 1} for i in range(8)]
+    data = PreferenceDataModule(rows, module.tokenizer, batch_size=2)
+    with pytest.warns(UserWarning, match="column 'margin' is not read"):
+        fit_in(tmp_path, module, data, max_iterations=1)
+
+
 def test_lengths_that_are_not_given_fit_the_context(material, tmp_path):
     module = ppo(material, sampling=SamplingHparams(max_new_tokens=1600))
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)

@@ -229,9 +229,11 @@ class DPOModule(RLHFModule):
 
     def on_train_start(self) -> None:
         """Compute what the reference says of the pairs."""
+        data: Any = getattr(self.trainer, "datamodule", None)
         if self.algorithm.kind == "kto":
-            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
             warn_of_weights(self.algorithm, [row.label for row in data.rows("train")])
+        elif isinstance(data, PreferenceDataModule) and any(r.margin for r in data.rows("train")):
+            rank_zero_warn("the column 'margin' is not read: a reward model alone learns it")
         self.references.prepare(self, SPLITS)
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> dict[str, Tensor]:
