@@ -149,6 +149,14 @@ def test_margins_that_dpo_does_not_read_are_named(material, tmp_path):
         fit_in(tmp_path, module, data, max_iterations=1)
 
 
+def test_the_weight_of_a_domain_that_no_prompt_has_is_refused(material, tmp_path):
+    module = ppo(material)
+    module.controls.domain_weights = {"maths": 2.0}
+    data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4)
+    with pytest.raises(ValueError, match=r"domain_weights: no prompt is of domain 'maths': use "):
+        fit_in(tmp_path, module, data, max_iterations=1)
+
+
 def test_lengths_that_are_not_given_fit_the_context(material, tmp_path):
     module = ppo(material, sampling=SamplingHparams(max_new_tokens=1600))
     data = PromptDataModule(material["prompts"], module.tokenizer, batch_size=4, num_iterations=1)

@@ -25,7 +25,7 @@ from rlhf_lightning.batches import RolloutBatch
 from rlhf_lightning.data.datamodules import PromptDataModule
 from rlhf_lightning.data.record_datamodule import RecordDataModule
 from rlhf_lightning.distributed.collectives import global_sum, whole
-from rlhf_lightning.misfit import shown
+from rlhf_lightning.misfit import did_you_mean, shown
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
 from rlhf_lightning.text.decode import token_names
@@ -307,6 +307,20 @@ def check_whole_groups(module: type, group_size: int) -> None:
                 f"{group_size} responses, which a prompt has: set whole_groups_in_micro_batches = "
                 "True on the class if the loss compares them, or False if it is a sum over rows"
             )
+
+
+def check_domains(module: Any) -> None:
+    """Check that the data of an `OnPolicyModule` have every domain that is weighted.
+
+    Raises:
+        ValueError: if not.
+    """
+    data = getattr(module._trainer, "datamodule", None)
+    known = data.summary.domains if isinstance(data, RecordDataModule) else None
+    for name in module.controls.domain_weights:
+        if known is not None and name not in known:
+            hint = did_you_mean(name, known) or f": use one of {sorted(known)}"
+            raise ValueError(f"controls.domain_weights: no prompt is of domain {name!r}{hint}")
 
 
 def check_result(maker: object, found: object, kind: type) -> None:

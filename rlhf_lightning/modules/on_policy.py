@@ -45,6 +45,7 @@ from rlhf_lightning.models.forward import (
 from rlhf_lightning.models.heads import Teaching, TokenStatistics
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.checks import (
+    check_domains,
     check_equal_shares,
     check_result,
     check_sampler,
@@ -150,6 +151,7 @@ class OnPolicyModule(PolicyModule):
                 and the generator gives no log-probabilities.
         """
         check_equal_shares(gathered(len(prompts)))
+        check_domains(self)
         seconds = PhaseSeconds(generate=0.0, score=0.0)
 
         def sample(prompts: PromptBatch, iteration: int, generator: Any) -> Any:
