@@ -177,7 +177,7 @@ def sample_sides(
     """Sample the model of `policy` and the baseline, in the precision of its training."""
     scorer, device = comparison.scorer, model.device
     if scorer is not None and scorer is not getattr(policy, "scorer", None):
-        for part in scorer.build(None):
+        for part in scorer.build(None) or ():
             part.to(device)
     teacher = _teacher(policy, comparison, device)
     with precision_of(trainer_of(policy)):

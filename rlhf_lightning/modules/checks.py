@@ -28,6 +28,7 @@ from rlhf_lightning.distributed.collectives import global_sum, whole
 from rlhf_lightning.misfit import did_you_mean, shown
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
+from rlhf_lightning.rollout.scorers.base import Scores
 from rlhf_lightning.text.decode import token_names
 from rlhf_lightning.text.tokenizers import tokenizer_difference
 
@@ -309,12 +310,24 @@ def check_whole_groups(module: type, group_size: int) -> None:
             )
 
 
-def check_domains(module: Any) -> None:
-    """Check that the data of an `OnPolicyModule` have every domain that is weighted.
+def check_ready(module: Any, counts: Sequence[int]) -> None:
+    """Check what a rollout needs of an `OnPolicyModule`.
+
+    Args:
+        module: the module.
+        counts: prompts of each rank.
 
     Raises:
-        ValueError: if not.
+        RuntimeError: if its models are not built.
+        ValueError: if ranks have another number of prompts, or a weighted domain has none.
     """
+    if module.policy is None:
+        raise RuntimeError(f"call {type(module).__name__}.configure_model() first")
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"the ranks were given {', '.join(map(str, counts))} prompts: give each as many as the "
+            "others, as a PromptDataModule does"
+        )
     data = getattr(module._trainer, "datamodule", None)
     known = data.summary.domains if isinstance(data, RecordDataModule) else None
     for name in module.controls.domain_weights:
@@ -332,6 +345,20 @@ def check_result(maker: object, found: object, kind: type) -> None:
     if not isinstance(found, kind):
         wanted = f"{kind.__name__}({', '.join(getattr(kind, '_fields', ()))}) of {kind.__module__}"
         raise TypeError(f"{_name_of(maker)} returned {shown(found)}: return {wanted}")
+
+
+def check_scores(scorer: object, scores: Any, count: int) -> None:
+    """Check what a scorer has returned for so many rows.
+
+    Raises:
+        TypeError: if it is something else than `Scores`.
+        ValueError: if a part has another shape.
+    """
+    check_result(scorer, scores, Scores)
+    for name, part in {"total": scores.total, **scores.components}.items():
+        if getattr(part, "shape", None) != (count,):
+            told = f"{_name_of(scorer)} returned {name} of {shown(part)}"
+            raise ValueError(f"{told}: return a tensor of one score a row, of shape [{count}]")
 
 
 def estimate(
@@ -355,22 +382,6 @@ def estimate(
 
 def _name_of(part: object) -> str:
     return str(getattr(part, "__name__", type(part).__name__))
-
-
-def check_equal_shares(counts: Sequence[int]) -> None:
-    """Check that each rank was given as many prompts as the others.
-
-    Args:
-        counts: prompts of each rank.
-
-    Raises:
-        ValueError: if not.
-    """
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"the ranks were given {', '.join(map(str, counts))} prompts: give each as many as the "
-            "others, as a PromptDataModule does"
-        )
 
 
 def check_sampler(module: Any, rollout: RolloutBatch) -> None:

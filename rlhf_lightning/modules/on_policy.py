@@ -45,10 +45,10 @@ from rlhf_lightning.models.forward import (
 from rlhf_lightning.models.heads import Teaching, TokenStatistics
 from rlhf_lightning.models.precision import release_freed_memory
 from rlhf_lightning.modules.checks import (
-    check_domains,
-    check_equal_shares,
+    check_ready,
     check_result,
     check_sampler,
+    check_scores,
     check_whole_groups,
     estimate,
     exceeds_target_kl,
@@ -147,11 +147,12 @@ class OnPolicyModule(PolicyModule):
             iteration: of the run, from 0; the sampling noise is a function of it.
 
         Raises:
-            ValueError: if ranks have another number of prompts, or if there is to be a correction,
-                and the generator gives no log-probabilities.
+            RuntimeError: if `configure_model` was not called.
+            ValueError: if ranks have another number of prompts, a weighted domain has none, scores
+                are of another shape, or there is to be a correction, and the generator gives no
+                log-probabilities.
         """
-        check_equal_shares(gathered(len(prompts)))
-        check_domains(self)
+        check_ready(self, gathered(len(prompts)))
         seconds = PhaseSeconds(generate=0.0, score=0.0)
 
         def sample(prompts: PromptBatch, iteration: int, generator: Any) -> Any:
@@ -181,7 +182,7 @@ class OnPolicyModule(PolicyModule):
                 skip = self.sampling.skip_special_tokens
                 responses = Responses.of(prompts, drawn, self.tokenizer, skip_special_tokens=skip)
                 scores = self.scorer(responses)
-                check_result(self.scorer, scores, Scores)
+                check_scores(self.scorer, scores, len(prompts))
                 return responses, scores
 
         spares: dict[str, Any] = {}

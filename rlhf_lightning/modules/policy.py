@@ -251,7 +251,7 @@ class PolicyModule(RLHFModule):
         Frozen models stay out of the module tree: not in checkpoints, not in `parameters()`, never
         in train mode.
         """
-        frozen = (*built.frozen, *self.scorer.build(built.base))
+        frozen = (*built.frozen, *(self.scorer.build(built.base) or ()))
         self.score_clip = score_clip_of(self.algorithm.score_clip, self.scorer)
         self.policy, self.trained_roots = built.policy, built.trained
         self.step_0.same_source = built.same_source

@@ -15,7 +15,12 @@ from rlhf_lightning.hparams import SamplingHparams
 from rlhf_lightning.modules.metrics import rollout_metrics
 from rlhf_lightning.modules.optimization import Schedule
 from rlhf_lightning.modules.ppo import PPOModule
-from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScorer, WeightedScorer
+from rlhf_lightning.rollout.scorers.base import (
+    FunctionScorer,
+    RewardModelScorer,
+    Scores,
+    WeightedScorer,
+)
 from tests.builders.models import tiny_policy, tiny_scalar_model
 from tests.builders.stages import (
     RecordedPPO,
@@ -335,13 +340,17 @@ def test_a_loss_of_one_s_own_that_is_no_loss_with_measures_is_named(answer):
     [
         ("estimator", (torch.zeros(2, 2), None), r"return \(advantages, returns\)"),
         ("scorer", [1.0], r"return Scores\(total"),
+        ("scorer", Scores(torch.zeros(16, 1), {}), r"total .*one score a row, of shape \[16\]"),
+        ("scorer", Scores(torch.zeros(16), {"a": [1.0]}), r"a of \[1.0\]: return a tensor"),
         ("surrogate", torch.zeros(()), r"return PolicyLoss\(loss"),
     ],
 )
 def test_a_part_of_one_s_own_that_returns_something_else_is_named(name, found, said):
-    methods = {"scale_free": False, "build": lambda *_: [], "__call__": lambda *_, **__: found}
-    with pytest.raises(TypeError, match=f"Own returned .*{said}"):
+    methods = {"scale_free": False, "build": lambda *_: None, "__call__": lambda *_, **__: found}
+    with pytest.raises((TypeError, ValueError), match=f"Own returned .*{said}"):
         fit(tiny_module(**{name: type("Own", (), methods)()}), 1)
+    with pytest.raises(RuntimeError, match=r"call RecordedPPO\.configure_model\(\) first"):
+        tiny_module().collect_rollout(prompts(), 0)
     with pytest.raises(TypeError, match="has no attribute scale_free"):
         tiny_module(estimator=len)
 
