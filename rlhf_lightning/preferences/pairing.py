@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from random import Random
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from rlhf_lightning.arguments import Count
 from rlhf_lightning.data.splits import split_fraction
@@ -125,15 +125,6 @@ def _best_against_worst(answers: Sequence[Candidate], score: ScoreFunction) -> l
 ResponseScores = Callable[[Sequence[Answer]], list[float | None]]
 
 
-class Defeat(NamedTuple):
-    """A labelled pair by the texts of its sides, and by how much the loser scored higher."""
-
-    prompt_id: str
-    winner: str
-    loser: str
-    overrated: float
-
-
 @dataclass(frozen=True)
 class WorstSamples(Checked):
     """The worst responses of a collection, to be paired again.
@@ -158,70 +149,51 @@ class WorstSamples(Checked):
             raise ValueError(f"adversarial.run={self.run} holds no data/train.jsonl: collect first")
 
     def pairs(self, *, seed: int) -> tuple[list[Pair], int]:
-        """Return the pairs, the most overrated first, and the number of overrated responses.
+        """Return pairs of overrated responses and better ones, and how many were overrated.
+
+        The most overrated come first. The better one is the response to the same prompt with the
+        most labelled victories, less its defeats, that has not met the overrated one yet; it may
+        have as many defeats as victories, but not more. An overrated response without such an
+        opponent is left out.
 
         Args:
             seed: seeds the order within a pair, and the choice among equally good responses.
         """
-        candidates = Journal(self.run / "candidates.jsonl", Candidate).read()
         asked = {p.pair_id: p for p in Journal(self.run / "pairs.jsonl", Pair).read()}
-        train = Journal(self.run / "data" / "train.jsonl", dict)
         labelled: list[tuple[Pair, str, str]] = []
-        for row in train.read():
+        for row in Journal(self.run / "data" / "train.jsonl", dict).read():
             pair, sides = asked[row["pair_id"]], (row["chosen"], row["rejected"])
             # In a conversation a response is its last message.
             winner, loser = (x if isinstance(x, str) else x[-1]["content"] for x in sides)
             labelled.append((pair, winner, loser))
         answers = {(p.prompt_id, t): answered(p, t) for p, *texts in labelled for t in texts}
         scores = dict(zip(answers, self.score(list(answers.values())), strict=True))
-        defeats = []
-        for pair, winner, loser in labelled:
-            low, high = scores[pair.prompt_id, winner], scores[pair.prompt_id, loser]
-            gap = 0.0 if low is None or high is None else high - low
-            defeats.append(Defeat(pair.prompt_id, winner, loser, gap))
-        return adversarial_pairs(candidates, defeats, num_pairs=self.num_pairs, seed=seed)
-
-
-def adversarial_pairs(
-    candidates: Sequence[Candidate], defeats: Sequence[Defeat], *, num_pairs: int, seed: int
-) -> tuple[list[Pair], int]:
-    """Return pairs of overrated responses and better ones, and the number of overrated responses.
-
-    The better one is the response to the same prompt with the most labelled victories, less its
-    defeats, that has not met the overrated one yet; it may have as many defeats as victories, but
-    not more. An overrated response without such an opponent is left out.
-
-    Args:
-        candidates: all responses that can be compared.
-        defeats: labelled pairs with the scores of the reward model.
-        num_pairs: largest number of pairs; the most overrated responses come first.
-        seed: seeds the order within a pair, and the choice among equally good responses.
-    """
-    balance = Counter[tuple[str, str]]()
-    met: set[frozenset[tuple[str, str]]] = set()
-    overrated: dict[tuple[str, str], float] = {}
-    for prompt_id, winner, loser, gap in defeats:
-        better, worse = (prompt_id, winner), (prompt_id, loser)
-        balance.update({better: 1, worse: -1})
-        met.add(frozenset((better, worse)))
-        if gap > 0:
-            overrated[worse] = max(overrated.get(worse, 0.0), gap)
-    by_prompt: defaultdict[str, dict[tuple[str, str], Candidate]] = defaultdict(dict)
-    for candidate in candidates:
-        by_prompt[candidate.prompt_id][candidate.prompt_id, candidate.response] = candidate
-    pairs = []
-    for name in sorted(overrated, key=lambda n: (-overrated[n], n)):
-        answers = by_prompt[name[0]]
-        rivals = [
-            (-balance[rival], split_fraction(other.response_id, seed), rival)
-            for rival, other in answers.items()
-            if balance[rival] >= 0
-            and rival not in overrated
-            and frozenset((rival, name)) not in met
-        ]
-        if name in answers and rivals:
-            pairs.append(place_couple((answers[name], answers[min(rivals)[2]]), seed))
-    return pairs[:num_pairs], len(overrated)
+        balance = Counter[tuple[str, str]]()
+        met: set[frozenset[tuple[str, str]]] = set()
+        overrated: dict[tuple[str, str], float] = {}
+        for pair, *texts in labelled:
+            better, worse = ((pair.prompt_id, text) for text in texts)
+            balance.update({better: 1, worse: -1})
+            met.add(frozenset((better, worse)))
+            low, high = scores[better], scores[worse]
+            if low is not None and high is not None and high > low:
+                overrated[worse] = max(overrated.get(worse, 0.0), high - low)
+        by_prompt: defaultdict[str, dict[tuple[str, str], Candidate]] = defaultdict(dict)
+        for candidate in Journal(self.run / "candidates.jsonl", Candidate).read():
+            by_prompt[candidate.prompt_id][candidate.prompt_id, candidate.response] = candidate
+        pairs = []
+        for name in sorted(overrated, key=lambda n: (-overrated[n], n)):
+            own = by_prompt[name[0]]
+            rivals = [
+                (-balance[rival], split_fraction(other.response_id, seed), rival)
+                for rival, other in own.items()
+                if balance[rival] >= 0
+                and rival not in overrated
+                and frozenset((rival, name)) not in met
+            ]
+            if name in own and rivals:
+                pairs.append(place_couple((own[name], own[min(rivals)[2]]), seed))
+        return pairs[: self.num_pairs], len(overrated)
 
 
 _WORD = re.compile(r"\w+|[^\w\s]")
