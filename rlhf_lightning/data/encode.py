@@ -60,7 +60,6 @@ OVER_LONG = "over-long"
 RESPONSE_TOO_LONG = "response alone over-long"
 IDENTICAL = "chosen == rejected after encoding"
 NO_TOKENS = "prompt without a token"
-NUM_REMEMBERED = 8192
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,8 +191,6 @@ class RecordEncoder:
         everything = list(records)
         encoded: list[Any] = []
         for at, record in enumerate(with_progress(everything, "encoding", len(everything))):
-            if at % NUM_REMEMBERED == 0:
-                encoder.remember(_plain_texts(everything[at : at + NUM_REMEMBERED]))
             try:
                 rows = self(record)
             except ValueError as error:
@@ -355,15 +352,6 @@ def _texts(record: Record) -> tuple[Text, ...]:
     if isinstance(record, DemonstrationRecord):
         return record.prompt, record.completion
     return (record.text if isinstance(record, TextRecord) else record.prompt,)
-
-
-def _plain_texts(records: Iterable[Record]) -> Iterator[tuple[str, str | None]]:
-    """Yield plain prompts, each with a response to it, or alone."""
-    for prompt, *responses in map(_texts, records):
-        if isinstance(prompt, str):
-            yield from ((prompt, each) for each in responses if isinstance(each, str))
-            if not responses:
-                yield prompt, None
 
 
 def _turns(record: DemonstrationRecord) -> Iterator[DemonstrationRecord]:
