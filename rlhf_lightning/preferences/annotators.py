@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -109,7 +108,6 @@ class SimulatedPerson:
         seed: seeds the noise and the order in which pairs are shown.
         position_bias: gold that being shown first is worth.
         tie_below: a difference felt (gold and length) that is smaller than this is a tie.
-        bad_below: both responses are bad if the gold of both is below this; None for never.
         name: another name than the person's.
     """
 
@@ -119,7 +117,6 @@ class SimulatedPerson:
     seed: Seed
     position_bias: float = 0.0
     tie_below: AtLeast0 = 0.0
-    bad_below: float | None = None
     name: str = ""
     kind: Kind = field(default="simulated", init=False)
     batch_size: int = field(default=1000, init=False)
@@ -142,9 +139,7 @@ class SimulatedPerson:
         shown = self.position_bias if order == "first" else -self.position_bias
         prefers_first = rng.random() < self.person.prefers_first(first - second + shown, words)
         choice: Choice = "first" if prefers_first else "second"
-        if self.bad_below is not None and max(first, second) < self.bad_below:
-            choice = "both_bad"
-        elif abs(first - second + self.person.length_bias * words) < self.tie_below:
+        if abs(first - second + self.person.length_bias * words) < self.tie_below:
             choice = "tie"
         return labelled(self, pair, choice, order=order)
 
@@ -314,11 +309,8 @@ class PageAnnotators:
 _WORD = re.compile(r"\w+")
 
 
-class Rule(Protocol):
-    """Scores a response as text; the better of two responses has the higher score."""
-
-    def __call__(self, prompt: str, response: str) -> float:
-        """Return the score."""
+# (prompt, response) -> a score; the better of two responses has the higher one.
+Rule = Callable[[str, str], float]
 
 
 @checked
@@ -404,13 +396,8 @@ class CallableRule:
 
     def __post_init__(self) -> None:
         """Look the function up, so that a wrong name fails before anything is sampled."""
-        self._found  # noqa: B018
-
-    @cached_property
-    def _found(self) -> Callable[[str, str], Any]:
-        if not isinstance(self.function, str):
-            return self.function
-        return load_function(self.function)
+        if isinstance(self.function, str):
+            object.__setattr__(self, "function", load_function(self.function))
 
     def __call__(self, prompt: str, response: str) -> float:
         """Return the weight times what the function says.
@@ -418,9 +405,9 @@ class CallableRule:
         Raises:
             ValueError: if that is no finite number.
         """
-        value = self._found(prompt, response)
+        value = self.function(prompt, response)  # type: ignore[operator]
         if not isinstance(value, SupportsFloat) or not math.isfinite(value):
-            name = getattr(self._found, "__name__", "function")
+            name = getattr(self.function, "__name__", "function")
             raise ValueError(f"the rule {name} returned {value!r}: return a finite number")
         return self.weight * float(value)
 

@@ -34,13 +34,12 @@ def make_pairs(
     *,
     method: Pairing,
     per_prompt: int,
-    num_pairs: int | None = None,
     seed: int,
     score: ScoreFunction | None = None,
 ) -> list[Pair]:
     """Return the pairs to label: of each prompt the first, then of each the second, and so on.
 
-    So a smaller `num_pairs` covers as many prompts as it can. The order within a pair is random, so
+    So the first of them cover as many prompts as they can. The order within a pair is random, so
     that position carries no information.
 
     * `random`: any two responses, none twice while others are left.
@@ -52,7 +51,6 @@ def make_pairs(
         candidates: distinct responses to each prompt, as `usable` leaves them.
         method: rule by which two responses are chosen.
         per_prompt: pairs of a prompt, at most.
-        num_pairs: total number of pairs; None for all.
         seed: seeds all random choices.
         score: scores a response; only `best_against_worst` needs it.
 
@@ -75,7 +73,7 @@ def make_pairs(
         for rank, couple in enumerate(couples[:per_prompt]):
             placed.append((rank, split_fraction(prompt_id, seed), place_couple(couple, seed)))
     placed.sort(key=lambda item: item[:2])
-    return [pair for _, _, pair in placed[:num_pairs]]
+    return [pair for _, _, pair in placed]
 
 
 def place_couple(couple: Couple, seed: int) -> Pair:

@@ -43,15 +43,14 @@ def test_each_rule_prefers_what_it_says() -> None:
     assert CallableRule(lambda prompt, response: len(prompt), 0.5)("four", "") == 2
 
 
-def test_a_sure_person_follows_gold_and_says_when_both_are_bad() -> None:
-    person = SimulatedPerson(SURE, lengths, seed=1, bad_below=2, tie_below=0.5)
+def test_a_sure_person_follows_gold() -> None:
+    person = SimulatedPerson(SURE, lengths, seed=1, tie_below=0.5)
     pairs = [
         Pair.make("q", "a a a", "a a"),
         Pair.make("q", "a a", "a a a"),
-        Pair.make("q", "a", "b"),
         Pair.make("q", "a a", "b b"),
     ]
-    assert [x.choice for x in person.label(pairs)] == ["first", "second", "both_bad", "tie"]
+    assert [x.choice for x in person.label(pairs)] == ["first", "second", "tie"]
     assert {x.seconds for x in person.label(pairs)} == {None}
 
 
