@@ -47,16 +47,12 @@ LONGEST_TEXT = 2000  # characters of a cell
 _DATA_FOLDER = "WANDB_DATA_DIR"
 _own_places: set[str] = set()  # of the runs of this process
 
-# Column of a table -> key of a sample. The held-out ones also have an answer of the baseline.
-_ANSWER = {"prompt": "prompt", "response": "response"}
-_FIGURES = {"KL": "kl", "length": "length", "domain": "domain"}
-COLUMNS = {**_ANSWER, "score": "score", **_FIGURES}
-_BASELINE = {
-    "baseline response": "baseline_response",
-    "score": "score",
-    "baseline score": "baseline_score",
+# Columns of a table, by their keys in a sample. The baseline has answers to held-out prompts alone.
+COLUMNS = {
+    **{"prompt": "prompt", "response": "response", "baseline_response": "baseline response"},
+    **{"score": "score", "baseline_score": "baseline score"},
+    **{"kl": "KL", "length": "length", "domain": "domain"},
 }
-HELD_OUT_COLUMNS = {**_ANSWER, **_BASELINE, **_FIGURES}
 
 
 def choose_mode(mode: Mode) -> str:
@@ -366,10 +362,11 @@ def log_samples(
         table: held_out, best or worst.
         samples: their number and texts are bounded here: nothing else keeps a run small.
     """
-    columns = HELD_OUT_COLUMNS if table == "held_out" else COLUMNS
-    rows = [[iteration, *(_cell(s.get(key)) for key in columns.values())] for s in samples[:100]]
+    keys = [k for k in COLUMNS if table == "held_out" or not k.startswith("baseline")]
+    rows = [[iteration, *(_cell(sample.get(key)) for key in keys)] for sample in samples[:100]]
     if rows:
-        content = wandb.Table(columns=[ITERATION, *columns], data=rows, allow_mixed_types=True)
+        names: list[str | int] = [ITERATION, *(COLUMNS[key] for key in keys)]
+        content = wandb.Table(columns=names, data=rows, allow_mixed_types=True)
         logger.log_row(iteration, {f"samples/{table}": content})
 
 
