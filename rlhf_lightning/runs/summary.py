@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import platform
-import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -22,7 +21,6 @@ from rlhf_lightning.runs.reading import parse
 logger = logging.getLogger(__name__)
 Status = Literal["running", "completed", "failed", "stopped"]
 Metrics = Mapping[str, float | None]
-_STAGE = re.compile(r"[a-z][a-z0-9_]*")  # ours, and those that other packages bring
 
 _PACKAGES = ("rlhf_lightning", "torch", "lightning", "transformers", "hydra-core", "wandb")
 
@@ -97,9 +95,7 @@ class Summary:
     next: str = ""
 
     def __post_init__(self) -> None:
-        """Check the stage, and fill in the title."""
-        if not isinstance(self.stage, str) or not _STAGE.fullmatch(self.stage):
-            raise ValueError(f"Summary.stage={self.stage!r}, expected a name such as sft or ppo")
+        """Fill in the title."""
         object.__setattr__(self, "title", self.title or self.stage)
 
     @property
