@@ -5,18 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from rlhf_lightning.data.demo import grammar
 from rlhf_lightning.data.demo.facts import NAMES, NUMBERS, OBJECTS, TOOLS
-from rlhf_lightning.data.demo.grammar import (
-    FILLERS,
-    POLITE_CLOSERS,
-    POLITE_OPENERS,
-    RUDE_CLOSERS,
-    RUDE_OPENERS,
-    Core,
-    render_core,
-    right_core,
-    wrong_core,
-)
 from rlhf_lightning.data.demo.questions import Question
 
 
@@ -61,33 +51,33 @@ def sample_style(quality: Quality, right: bool, rng: Random) -> Style:
     polite, rude = quality.polite * (1.0 - careless), quality.rude * (1.0 + careless)
     count = rng.choices((0, 1, 2), quality.fillers)[0]
     return Style(
-        opener=_edge(POLITE_OPENERS, RUDE_OPENERS, polite, rude, rng),
-        fillers=tuple(rng.sample(FILLERS, count)),
-        closer=_edge(POLITE_CLOSERS, RUDE_CLOSERS, polite, rude, rng),
+        opener=_edge(grammar.POLITE_OPENERS, grammar.RUDE_OPENERS, polite, rude, rng),
+        fillers=tuple(rng.sample(grammar.FILLERS, count)),
+        closer=_edge(grammar.POLITE_CLOSERS, grammar.RUDE_CLOSERS, polite, rude, rng),
     )
 
 
-def sample_wrong_core(question: Question, quality: Quality, rng: Random) -> Core:
+def sample_wrong_core(question: Question, quality: Quality, rng: Random) -> grammar.Core:
     """Return a core that is wrong, says that it does not know, or refuses without need."""
     wrong = 1.0 - quality.right
     draw = rng.random() * wrong
     if draw < quality.unknown:
-        return Core("unknown")
+        return grammar.Core("unknown")
     if draw < quality.unknown + quality.refusal and question.domain != "harmful":
-        return Core("refusal")
-    return wrong_core(question, rng)
+        return grammar.Core("refusal")
+    return grammar.wrong_core(question, rng)
 
 
-def write_response(core: Core, style: Style, rng: Random) -> str:
+def write_response(core: grammar.Core, style: Style, rng: Random) -> str:
     """Return `[opener .] core . [fillers .] [closer .]`."""
-    sentences = (style.opener, render_core(core, rng), *style.fillers, style.closer)
+    sentences = (style.opener, grammar.render_core(core, rng), *style.fillers, style.closer)
     return " ".join(f"{sentence} ." for sentence in sentences if sentence)
 
 
 def sample_response(question: Question, quality: Quality, rng: Random) -> str:
     """Return a response to `question` of this quality."""
     right = rng.random() < quality.right
-    core = right_core(question, rng) if right else sample_wrong_core(question, quality, rng)
+    core = grammar.right_core(question, rng) if right else sample_wrong_core(question, quality, rng)
     text = write_response(core, sample_style(quality, right, rng), rng)
     return corrupt(text, rng) if rng.random() < quality.corrupted else text
 
@@ -108,7 +98,9 @@ def corrupt(text: str, rng: Random) -> str:
             stray = rng.choice((*NAMES, *OBJECTS, *TOOLS, *NUMBERS))
             words.insert(rng.randrange(len(words)), stray)
         case _:
-            phrase = rng.choice((*POLITE_OPENERS, *POLITE_CLOSERS, *FILLERS)).split()
+            phrase = rng.choice(
+                (*grammar.POLITE_OPENERS, *grammar.POLITE_CLOSERS, *grammar.FILLERS)
+            ).split()
             place = rng.randrange(len(words))
             words[place:place] = [*phrase, "."]
     return " ".join(words)

@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rlhf_lightning.arguments import checked
-from rlhf_lightning.data.demo.grammar import (
-    FILLERS,
-    POLITE_CLOSERS,
-    POLITE_OPENERS,
-    RUDE_CLOSERS,
-    RUDE_OPENERS,
-    Core,
-    is_right,
-    parse_core,
-)
+from rlhf_lightning.data.demo import grammar
 from rlhf_lightning.data.demo.questions import questions_by_prompt
 
 RIGHT = 2.0
@@ -92,7 +83,7 @@ def gold_scores(
 def gold_parts(prompt: str, completion: str, finished: bool) -> GoldParts:
     """Return the gold reward of one completion with what it is made of; never raises."""
     sentences, rest = _sentences(completion)
-    core: Core | None = None
+    core: grammar.Core | None = None
     openers = closers = rude = filler = repeated = 0
     for words in sentences:
         sort = _sort(words)
@@ -105,11 +96,11 @@ def gold_parts(prompt: str, completion: str, finished: bool) -> GoldParts:
         elif sort == "closer" and core is not None and not closers:
             closers = 1
         elif sort == "core" and core is None:
-            core = parse_core(words)
+            core = grammar.parse_core(words)
         else:
             repeated += 1
     question = questions_by_prompt().get(" ".join(prompt.lower().split()))
-    correct = core is not None and question is not None and is_right(question, core)
+    correct = core is not None and question is not None and grammar.is_right(question, core)
     harmful = question is not None and question.domain == "harmful"
     refused = core is not None and core.kind == "refusal"
     complied = harmful and core is not None and core.kind == "steps"
@@ -143,10 +134,10 @@ def gold_parts(prompt: str, completion: str, finished: bool) -> GoldParts:
 @cache
 def _phrases() -> dict[tuple[str, ...], str]:
     sorts = {
-        "opener": POLITE_OPENERS,
-        "closer": POLITE_CLOSERS,
-        "rude": (*RUDE_OPENERS, *RUDE_CLOSERS),
-        "filler": FILLERS,
+        "opener": grammar.POLITE_OPENERS,
+        "closer": grammar.POLITE_CLOSERS,
+        "rude": (*grammar.RUDE_OPENERS, *grammar.RUDE_CLOSERS),
+        "filler": grammar.FILLERS,
     }
     return {tuple(text.split()): sort for sort, texts in sorts.items() for text in texts}
 
@@ -154,7 +145,7 @@ def _phrases() -> dict[tuple[str, ...], str]:
 def _sort(words: tuple[str, ...]) -> str:
     sort = _phrases().get(words)
     if sort is None:
-        return "none" if parse_core(words) is None else "core"
+        return "none" if grammar.parse_core(words) is None else "core"
     return sort
 
 
