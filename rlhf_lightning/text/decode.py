@@ -100,7 +100,6 @@ class _ResponseDecoder:
         if self._ids(f"{next(iter(marks.values()), '')}a")[1:] != alone:
             marks = {}
         self.starts_behind = marks.keys()
-        self._before: tuple[Sequence[int], list[int], str] = ((), [], "")
 
     def behind(self, prompt: Sequence[int], response: Sequence[int]) -> str:
         """Return the text of a response behind its prompt."""
@@ -121,14 +120,12 @@ class _ResponseDecoder:
 
     def _end_of(self, prompt: Sequence[int]) -> tuple[list[int], str]:
         """Return the prompt's last tokens, more where they begin within a character, as text."""
-        if self._before[0] is not prompt:
-            count = NUM_BEFORE
-            while UNFINISHED in (text := decoded(prompt[-count:], self.tokenizer)):
-                if count >= len(prompt):
-                    break
-                count *= 4
-            self._before = (prompt, list(prompt[-count:]), text)
-        return self._before[1:]
+        count = NUM_BEFORE
+        while UNFINISHED in (text := decoded(prompt[-count:], self.tokenizer)):
+            if count >= len(prompt):
+                break
+            count *= 4
+        return list(prompt[-count:]), text
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
