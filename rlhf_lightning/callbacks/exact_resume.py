@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, rank
+from rlhf_lightning.distributed.collectives import check_same_on_all_ranks, gathered, rank
 from rlhf_lightning.modules.rewards import parts_of
 from rlhf_lightning.runs.manifest import ManifestError, content_digest, source_fingerprint
 from rlhf_lightning.runs.resume import CONFIG_HASH
@@ -41,12 +41,9 @@ class RandomState(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Put the state of every rank into the checkpoint, `[world, ...]` each; all ranks call."""
-        state = _random_state()
-        if trainer.world_size > 1:
-            gathered: Any = pl_module.all_gather(state)
-            checkpoint[_RANDOM_STATE] = {name: value.cpu() for name, value in gathered.items()}
-        else:
-            checkpoint[_RANDOM_STATE] = {name: value[None] for name, value in state.items()}
+        ranks = gathered(_random_state())
+        states = {name: torch.stack([own[name] for own in ranks]) for name in ranks[0]}
+        checkpoint[_RANDOM_STATE] = states
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -69,7 +66,7 @@ class RandomState(Callback):
 
 
 def _random_state() -> dict[str, torch.Tensor]:
-    # Tensors of fixed size, so that ranks can exchange them and a checkpoint needs no pickle.
+    # Tensors of fixed size, so that those of all ranks can be stacked.
     _, keys, position, has_gauss, cached = np.random.get_state()
     _, words, gauss = random.getstate()
     state = {
