@@ -30,12 +30,10 @@ class Validations(Callback):
         if stage != "fit":
             return
         data: Any = getattr(trainer, "datamodule", None)
-        limit = trainer.limit_train_batches
         if not self.count:
             trainer.limit_val_batches = 0
         elif hasattr(data, "num_iterations"):  # of other data Lightning alone knows the length
-            planned = [data.num_iterations, *([limit] if type(limit) is int else [])]
-            trainer.val_check_interval = max(min(planned) // self.count, 1)
+            trainer.val_check_interval = max(min(_planned(trainer)) // self.count, 1)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """Have the last iteration validated too, where the interval does not divide the run."""
@@ -78,16 +76,21 @@ def out_of_time(trainer: Trainer) -> bool:
     return left is not None and left <= 0 and not ends
 
 
+def _planned(trainer: Trainer) -> list[int]:
+    """Return the batches of a fit by its Trainer and by its data, where they say how many."""
+    limit = trainer.limit_train_batches
+    data: Any = getattr(trainer, "datamodule", None)
+    given = [limit] if isinstance(limit, int) else []
+    return [*given, data.num_iterations] if hasattr(data, "num_iterations") else given
+
+
 def reopen_epoch(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Let a longer run continue a finished one, in `on_load_checkpoint`.
 
     Lightning stores that the last batch of a run was the last of its epoch, and would silently
     train nothing more.
     """
-    limit = trainer.limit_train_batches
-    data: Any = getattr(trainer, "datamodule", None)
-    planned = [limit] if isinstance(limit, int) else []
-    planned += [data.num_iterations] if hasattr(data, "num_iterations") else []
+    planned = _planned(trainer)
     loops = checkpoint.get("loops", {}).get("fit_loop", {})
     progress = loops.get("epoch_loop.batch_progress")
     if progress is not None and planned and progress["current"]["ready"] < min(planned):
