@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
-from random import Random
 
 from rlhf_lightning.arguments import Above0, checked
 
@@ -39,8 +37,3 @@ PANEL = (
     SimulatedAnnotator("usual", temperature=0.5, length_bias=0.03),
     SimulatedAnnotator("hasty", temperature=0.75, length_bias=0.04),
 )
-
-
-def draw_annotator(panel: Sequence[SimulatedAnnotator], rng: Random) -> SimulatedAnnotator:
-    """Return one annotator of the panel, all equally likely."""
-    return panel[rng.randrange(len(panel))]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from rlhf_lightning.arguments import checked
 from rlhf_lightning.data.demo import grammar
@@ -23,6 +22,13 @@ RUDE = -1.0
 FILLER = -0.5
 REPEATED = -0.5
 UNFINISHED = -1.0
+_PHRASES = {
+    "opener": grammar.POLITE_OPENERS,
+    "closer": grammar.POLITE_CLOSERS,
+    "rude": (*grammar.RUDE_OPENERS, *grammar.RUDE_CLOSERS),
+    "filler": grammar.FILLERS,
+}
+_SORTS = {tuple(text.split()): sort for sort, texts in _PHRASES.items() for text in texts}
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def gold_parts(prompt: str, completion: str, finished: bool) -> GoldParts:
     core: grammar.Core | None = None
     openers = closers = rude = filler = repeated = 0
     for words in sentences:
-        sort = _sort(words)
+        sort = _SORTS.get(words, "none" if grammar.parse_core(words) is None else "core")
         if sort == "rude":
             rude += 1
         elif sort == "filler":
@@ -129,24 +135,6 @@ def gold_parts(prompt: str, completion: str, finished: bool) -> GoldParts:
         unfinished=unfinished,
         total=total,
     )
-
-
-@cache
-def _phrases() -> dict[tuple[str, ...], str]:
-    sorts = {
-        "opener": grammar.POLITE_OPENERS,
-        "closer": grammar.POLITE_CLOSERS,
-        "rude": (*grammar.RUDE_OPENERS, *grammar.RUDE_CLOSERS),
-        "filler": grammar.FILLERS,
-    }
-    return {tuple(text.split()): sort for sort, texts in sorts.items() for text in texts}
-
-
-def _sort(words: tuple[str, ...]) -> str:
-    sort = _phrases().get(words)
-    if sort is None:
-        return "none" if grammar.parse_core(words) is None else "core"
-    return sort
 
 
 def _sentences(completion: str) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field
 
 from rlhf_lightning.arguments import Count, Seed, Share, checked
-from rlhf_lightning.data.demo.annotators import PANEL, SimulatedAnnotator, draw_annotator
+from rlhf_lightning.data.demo.annotators import PANEL, SimulatedAnnotator
 from rlhf_lightning.data.demo.answers import (
     Quality,
     sample_response,
@@ -200,7 +200,7 @@ def _sample_pair(
         gap = abs(gold[0] - gold[1])
         if gap >= CLEAR_GAP or (gap > 0 and rng.random() >= NEAR_TIE_SKIPPED):
             break
-    annotator = draw_annotator(panel, rng)
+    annotator = rng.choice(panel)
     length_gap = len(first.split()) - len(second.split())
     probability = annotator.prefers_first(gold[0] - gold[1], length_gap)
     agreement = probability if gold[0] > gold[1] else 1.0 - probability
