@@ -190,16 +190,12 @@ def with_other_responses(
     """
     parts = [np.split(row.input_ids, [int(np.argmax(row.loss_mask))]) for row in others]
     prompts = [prompt.tobytes() for prompt, _ in parts]
-    # The row before with another prompt; the second pass knows what is before the first row.
-    before: list[int | None] = [None] * len(others)
-    for n in (*range(len(others)), *range(len(others))):
-        before[n] = n - 1 if prompts[n - 1] != prompts[n] else before[n - 1]
     paired = []
     for number, row in enumerate(rows):
         length = int(np.argmax(row.loss_mask))
-        prompt = row.input_ids[:length]
-        last = (number - 1) % len(others)
-        other = last if prompts[last] != prompt.tobytes() else before[last]
+        own = (prompt := row.input_ids[:length]).tobytes()
+        before = ((number - back) % len(others) for back in range(1, len(others) + 1))
+        other = next((n for n in before if prompts[n] != own), None)
         if other is None:
             raise ValueError("all unpaired rows have one prompt: KTO needs rows of other prompts")
         joined = np.concatenate([prompt, parts[other][1]])[:max_length]
