@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import AnnotateSettings
 from rlhf_lightning.app.config.compose import ConfigError
-from rlhf_lightning.data.errors import BadRecordError
+from rlhf_lightning.app.failures import refusing
 from rlhf_lightning.preferences.annotation.store import (
     LabelStore,
     StoreError,
@@ -30,20 +30,17 @@ def run(settings: AnnotateSettings) -> None:
     """
     if not settings.store.exists() and (settings.file is None or settings.action == "export"):
         raise ConfigError(f"store={settings.store} does not exist: add file=PAIRS to take pairs in")
-    try:
-        with LabelStore(settings.store) as store:
-            if settings.action == "export":
-                _export(settings, store)
-            if settings.action == "status":
-                say(describe_store(store))
-            if settings.action == "serve":
-                _keep_question(settings, store)
-            if settings.action in ("serve", "import") and settings.file is not None:
-                _import(settings, store)
-            if settings.action == "serve":
-                _serve(settings, store)
-    except (BadRecordError, StoreError) as error:
-        raise ConfigError(str(error)) from error
+    with refusing(StoreError), LabelStore(settings.store) as store:
+        if settings.action == "export":
+            _export(settings, store)
+        if settings.action == "status":
+            say(describe_store(store))
+        if settings.action == "serve":
+            _keep_question(settings, store)
+        if settings.action in ("serve", "import") and settings.file is not None:
+            _import(settings, store)
+        if settings.action == "serve":
+            _serve(settings, store)
 
 
 def _keep_question(settings: AnnotateSettings, store: LabelStore) -> None:

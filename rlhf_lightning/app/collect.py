@@ -15,6 +15,7 @@ from rlhf_lightning.app.command_line import check_command_line, run_in_folder, r
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.saved import keep_configuration
+from rlhf_lightning.app.failures import refusing
 from rlhf_lightning.app.next_command import after_collecting
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_claim import (
@@ -198,10 +199,8 @@ def _preferences(
     settings: CollectSettings, folder: RunFolder, summary: Summary
 ) -> tuple[Summary, dict[str, float], list[str]]:
     """Write preference records; return the summary begun, the metrics, and lines for the end."""
-    try:
+    with refusing(ValueError, TypeError):
         lab = build_lab(settings, folder.path)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(str(error)) from error
     prompts = [] if lab.worst else read_prompts(settings)
     given = settings.adversarial
     lines: dict[str, object] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,12 +28,12 @@ from rlhf_lightning.app.config.compose import ConfigError, register, texts
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.evaluation import comparison_arguments, gates_of
+from rlhf_lightning.app.failures import refusing
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
 from rlhf_lightning.app.run_claim import check_folder
 from rlhf_lightning.app.training_data import training_runs, trainings_on
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.encode import OVER_LONG
-from rlhf_lightning.data.errors import BadRecordError
 from rlhf_lightning.data.records import Split
 from rlhf_lightning.data.sources.base import FileSource, RowSource
 from rlhf_lightning.data.sources.given import WholeSource, files_of
@@ -65,6 +65,7 @@ register()
 prepare_process()
 PEOPLE = "human"  # folder of what raters see, and of its key
 UNLIMITED = 1 << 30
+_MISFITS = (StoreError, OSError, ValueError, TypeError, ImportError)  # of files, models, settings
 _SCORED_BY = re.compile(r"(^|\.)sources?(\.\w+)?$")  # settings that name reward models
 _LEARNT = "{0} was trained on {1}: name what was held out from it, or write prompts.split=all"
 
@@ -91,17 +92,6 @@ def run(settings: EvaluateSettings, folder: RunFolder, overrides: list[str]) -> 
     evaluate = _compare if settings.benchmark is None else _measure_benchmark
     with begin_run(settings, folder, "evaluation", resumes=False) as summary:
         return evaluate(settings, folder, summary)
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    """Tell in one line what files, models or settings do not fit."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (BadRecordError, StoreError, OSError, ValueError, TypeError, ImportError) as error:
-        raise ConfigError(str(error)) from error
 
 
 def prepare_sides(settings: EvaluateSettings, overrides: list[str]) -> EvaluateSettings:
@@ -184,7 +174,7 @@ def _check_benchmark(settings: EvaluateSettings) -> None:
     path = None if settings.benchmark is None else settings.benchmark.get("path")
     if path is None or settings.scorer is None:
         return
-    with _refused():
+    with refusing(*_MISFITS):
         files = FileSource(path).files("train")
     named = texts(settings.scorer.arguments)
     models = [model for key, model in named if _SCORED_BY.search(key)]
@@ -231,7 +221,7 @@ def build_comparison(
         ConfigError: with the key, what it got and what it wants.
     """
     scorer = settings.scorer
-    with _refused():
+    with refusing(*_MISFITS):
         built = None if scorer is None else scorer.build()
         asked = comparison_arguments(settings)
         source = settings.dataset.source.build()
@@ -343,7 +333,7 @@ def _measure_benchmark(settings: EvaluateSettings, folder: RunFolder, summary: S
         lines = {"scorer": scorer and (scorer.get("source") or scorer.path)}
     lines |= {key: value for key, value in target.arguments.items() if value is not None}
     summary = started(folder, summary, lines)
-    with _refused():
+    with refusing(*_MISFITS):
         metrics = _benchmark_figures(settings, target.build())
     seconds = {"total": time.perf_counter() - begun}
     summary = replace(summary, status="completed", seconds=seconds)
@@ -395,7 +385,7 @@ def import_labels(settings: EvaluateSettings) -> Summary:
     """
     folder = RunFolder(Path(str(settings.people.run)))
     file = None if settings.people.labels is None else Path(settings.people.labels)
-    with _refused():
+    with refusing(*_MISFITS):
         summary = read_summary(folder)
         where = folder.path / PEOPLE
         key, labels = human.read_key(where), human.read_labels(where, file)

@@ -59,8 +59,8 @@ def explain_failure(error: BaseException, folder: RunFolder, advice: str) -> Run
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
-    """Make a refusal of an error that explains itself, before a run has done anything.
+def refusing(*kinds: type[Exception]) -> Iterator[None]:
+    """Make a refusal of an error of these kinds, by default of one that explains itself.
 
     Raises:
         ConfigError: with its message.
@@ -68,7 +68,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _is_expected(error):
+        if not (isinstance(error, kinds) if kinds else _is_expected(error)):
             raise
         raise ConfigError(_one_line(error)) from error
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlhf_lightning.app.command_line import run_command, say
 from rlhf_lightning.app.config.commands import PreviewSettings
-from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.failures import refusing
 from rlhf_lightning.data.preview import Preview, preview
 from rlhf_lightning.data.sources import base
 from rlhf_lightning.data.sources.base import FileSource
@@ -58,14 +58,12 @@ def _show(settings: PreviewSettings) -> None:
     given = settings.model_dump()
     of_source = ("columns", "label_good", "rendered", "system_into_user")
     options = {name: given[name] for name in of_source}
-    try:
+    with refusing(ValueError, TypeError):
         source = FileSource(settings.path, **options, validation_fraction=0.0, on_bad_record="skip")
         source.parsed("train")  # before a model is looked for
         tokenizer = load_tokenizer(**given["model"])
         names = ("kind", "max_length", "loss_on", "num_rows")
         found = preview(source, tokenizer, **{name: given[name] for name in names})
-    except (ValueError, TypeError) as error:
-        raise ConfigError(" ".join(str(error).split())) from error
     print_preview(found, tokenizer, settings.num_examples, Console())
     if settings.html is not None:
         hidden = io.StringIO()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlhf_lightning.app.command_line import run_command
 from rlhf_lightning.app.config.commands import ReportSettings
-from rlhf_lightning.app.config.compose import ConfigError
+from rlhf_lightning.app.failures import refusing
 from rlhf_lightning.reports.compare import write_comparison
 from rlhf_lightning.reports.page import write_report
 from rlhf_lightning.runs.folder import RunFolder, near_run
@@ -51,10 +51,8 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def _write(settings: ReportSettings) -> list[str]:
-    try:
+    with refusing(OSError, ValueError):
         return list(map(str, run(settings.run, settings.output)))
-    except (OSError, ValueError) as error:
-        raise ConfigError(" ".join(str(error).split())) from error
 
 
 def main() -> None:
