@@ -41,7 +41,6 @@ from rlhf_lightning.rollout.scorers.base import FunctionScorer, RewardModelScore
 WIDTH = 100
 SOME_GPU = ("cuda", "gpu")
 _ADAMW = {"betas": (0.9, 0.999), "eps": 1e-5, "weight_decay": 0.0, "fused": True}  # the modules'
-_BF16 = "bf16-mixed"
 
 
 class Code(str):

@@ -400,7 +400,11 @@ def check_run(settings: TrainSettings) -> None:
     if settings.safety is not None:
         with built("safety", settings.safety):
             settings.safety.build()
-    check_scorer(settings)
+    scorer = settings.scorer if settings.spec.rolls_out else None
+    for node in [] if scorer is None else nodes(scorer.read("scorer")):
+        if all(getattr(one.call, "loads_no_model", False) for one in nodes(node)):
+            with built(node.where, node):
+                node.make()
 
 
 def check_devices(settings: TrainSettings) -> None:
@@ -417,19 +421,6 @@ def check_devices(settings: TrainSettings) -> None:
             f"trainer.accelerator={kind} trainer.devices={count}, and this machine has "
             f"{found[kind]}: use fewer, or trainer.accelerator=cpu"
         )
-
-
-def check_scorer(settings: TrainSettings) -> None:
-    """Build once what scores responses without a model.
-
-    Raises:
-        ConfigError: with the place, what it got and what it wants.
-    """
-    scorer = settings.scorer if settings.spec.rolls_out else None
-    for node in [] if scorer is None else nodes(scorer.read("scorer")):
-        if all(getattr(one.call, "loads_no_model", False) for one in nodes(node)):
-            with built(node.where, node):
-                node.make()
 
 
 @contextmanager

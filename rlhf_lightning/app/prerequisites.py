@@ -18,13 +18,7 @@ from rlhf_lightning.app.command_line import say
 from rlhf_lightning.app.config.compose import ConfigError, choices, config_dirs, word
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.settings import RunSettings, TrainSettings
-from rlhf_lightning.app.config.validate import (
-    SHARED,
-    is_built_in,
-    is_loaded,
-    load_settings,
-    without_unread,
-)
+from rlhf_lightning.app.config.validate import SHARED, is_loaded, load_settings, without_unread
 from rlhf_lightning.data.demo.source import DemoSource
 from rlhf_lightning.data.demo.vocabulary import demo_tokenizer
 from rlhf_lightning.distributed.launch import own_environment
@@ -39,12 +33,7 @@ from rlhf_lightning.modules.base import RLHFModule
 from rlhf_lightning.modules.export import save_hf_model
 from rlhf_lightning.rollout.scorers.hparams import is_address
 from rlhf_lightning.runs.lock import artifact_lock, replacing_folder
-from rlhf_lightning.runs.manifest import (
-    is_available,
-    no_model,
-    source_fingerprint,
-    write_manifest,
-)
+from rlhf_lightning.runs.manifest import is_available, no_model, source_fingerprint, write_manifest
 from rlhf_lightning.text.tokenizers import load_tokenizer, stop_ids, vocabulary_of, with_template
 
 SettingsT = TypeVar("SettingsT", bound=RunSettings)
@@ -85,7 +74,7 @@ def prepare_inputs(
             changed = _untrained(kind, settings, base)
             settings = settings.updated(changed) if changed else settings
             continue
-        if not is_built_in(settings, kind):
+        if not (usual and str(settings.select("dataset.name")).startswith("demo_")):
             told = f"artifacts.{kind}={no_model(source, 'give a folder or hub name')}"
             starts_value = settings.select("module.value") == source  # perhaps nothing else
             if starts_value and not is_loaded(settings.updated({"module.value": None}), source):

@@ -156,7 +156,8 @@ def read_words(
     from rlhf_lightning.app.config import errors
 
     words = [word for word in words_of(command) if word != AS_PYTHON]
-    if has_flags(words) and command in _OF_HYDRA:
+    has_flags = any(word.startswith("-") and not word.startswith(CONFIG_DIR) for word in words)
+    if has_flags and command in _OF_HYDRA:
         return None
     try:
         cfg = errors.composition(config or command, words)
@@ -173,11 +174,6 @@ def fail(message: str, status: int = MISTAKE) -> NoReturn:
     """Write `message` as an error, and end the process."""
     sys.stderr.write(f"error: {message}\n")
     raise SystemExit(status)
-
-
-def has_flags(words: Sequence[str]) -> bool:
-    """Return whether there are flags but `--config-dir`, which are Hydra's to read."""
-    return any(word.startswith("-") and not word.startswith(CONFIG_DIR) for word in words)
 
 
 def words_of(command: str) -> list[str]:

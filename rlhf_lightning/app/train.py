@@ -38,12 +38,7 @@ from rlhf_lightning.app.failures import REFUSALS, exit_with, explain_failure, re
 from rlhf_lightning.app.model_export import export_trained
 from rlhf_lightning.app.next_command import after_training
 from rlhf_lightning.app.prerequisites import check_world, prepare_inputs
-from rlhf_lightning.app.run_claim import (
-    check_folder,
-    hydra_log,
-    record_end,
-    runs_to_continue,
-)
+from rlhf_lightning.app.run_claim import check_folder, hydra_log, record_end, runs_to_continue
 from rlhf_lightning.app.run_summary import few_steps, memory_advice, start_settings
 from rlhf_lightning.app.start import AS_PYTHON
 from rlhf_lightning.app.sweep import in_sweep, should_continue
@@ -53,11 +48,7 @@ from rlhf_lightning.callbacks.console import print_start, print_verdict
 from rlhf_lightning.callbacks.doctor.callback import Doctor, write_handover
 from rlhf_lightning.callbacks.iterations import current_iteration
 from rlhf_lightning.callbacks.run_record import about_run
-from rlhf_lightning.callbacks.wandb_logger import (
-    early_end_alerted,
-    shown_in_wandb,
-    wandb_loggers,
-)
+from rlhf_lightning.callbacks.wandb_logger import early_end_alerted, shown_in_wandb, wandb_loggers
 from rlhf_lightning.distributed.launch import (
     adopt_rank,
     as_single_run,
@@ -77,13 +68,7 @@ from rlhf_lightning.runs.lock import claim_run, drop_leftovers, drop_unused
 from rlhf_lightning.runs.public_config import public_words, without_folders
 from rlhf_lightning.runs.resume import check_checkpoint, newest_complete_checkpoint
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
-from rlhf_lightning.runs.summary import (
-    Summary,
-    figure,
-    new_summary,
-    resumed,
-    write_summary,
-)
+from rlhf_lightning.runs.summary import Summary, figure, new_summary, resumed, write_summary
 
 logger = logging.getLogger(__name__)
 register()

@@ -10,11 +10,12 @@ import pytest
 import yaml
 
 import rlhf_lightning
-from rlhf_lightning.app.config.commands import COMMANDS, RUNS
+from rlhf_lightning.app.config.commands import COMMANDS
 from rlhf_lightning.app.config.compose import composed, conf_dir, help_text, register
+from rlhf_lightning.app.config.settings import RunSettings
 from rlhf_lightning.app.start import with_run
 
-COMMANDS_ALONE = sorted(set(COMMANDS) - set(RUNS))
+COMMANDS_ALONE = sorted(n for n, one in COMMANDS.items() if not issubclass(one, RunSettings))
 # One process for all: none of them has loaded what is heavy, or the last line would name it.
 ASK_EACH = """
 import importlib, sys

@@ -391,16 +391,11 @@ class AnnotateSettings(CommandSettings):
         return self
 
 
-RUNS: dict[str, type[RunSettings]] = {
+COMMANDS: dict[str, type[CommandSettings]] = {
     "train": TrainSettings,
     "evaluate": EvaluateSettings,
     "collect": CollectSettings,
     "pipeline": PipelineSettings,
-}
-
-
-COMMANDS: dict[str, type[CommandSettings]] = {
-    **RUNS,
     "plan": PlanSettings,
     "export": ExportSettings,
     "report": ReportSettings,

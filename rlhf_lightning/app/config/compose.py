@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache, partial
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -221,15 +221,16 @@ def primary(entry: str = "train") -> dict[Any, Any]:
 def written_keys(group: str) -> frozenset[str]:
     """Return the keys of all files of a config group, and of the group in `train.yaml`, dotted."""
     files = map(OmegaConf.load, (conf_dir() / group).rglob("*.yaml"))
-    nodes = [OmegaConf.create({group: node}) for node in (primary().get(group) or {}, *files)]
-    return frozenset(chain.from_iterable(map(dotted_keys, nodes)))
+    nodes = [primary().get(group), *(OmegaConf.to_container(file) for file in files)]
+    return frozenset({group}.union(*(dotted_keys(node, f"{group}.") for node in nodes)))
 
 
 def dotted_keys(node: Any, where: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a configuration; nothing is resolved."""
-    for key in node if isinstance(node, DictConfig) else ():
-        yield f"{where}{key!s}"
-        yield from dotted_keys(node._get_node(key), f"{where}{key!s}.")
+    """Yield the dotted keys of nested mappings, or of a configuration as it is written."""
+    node = OmegaConf.to_container(node) if isinstance(node, DictConfig) else node
+    for key, value in node.items() if isinstance(node, Mapping) else ():
+        yield f"{where}{key}"
+        yield from dotted_keys(value, f"{where}{key}.")
 
 
 def describe_interpolation(error: OmegaConfBaseException) -> str:

@@ -103,19 +103,13 @@ def _unknown(path: str, overrides: list[str], config_name: str) -> str:
     above = path if path in keys else path.rpartition(".")[0]
     if above in keys and OmegaConf.select(cfg, above, throw_on_resolution_failure=False) == {}:
         return f"{path}: {above} is empty: add to it with +{above}.NAME=VALUE"
-    if ours := _ours(path, keys):
-        return f"unknown key {path}: here it is {' or '.join(ours)}"
-    length, epochs = "data.num_iterations", WORDS["other_trainers"]["data.num_epochs"].split()
-    if length in keys and path.rpartition(".")[2].lower() in epochs:
-        return f"unknown key {path}: here {length} is the length, in batches of data.batch_size"
-    return f"unknown key {path}{did_you_mean(path, keys)}"
-
-
-def _ours(path: str, keys: Sequence[str]) -> list[str]:
-    """Return the keys of ours for a key that other trainers have."""
     name = path.rpartition(".")[2].lower()
     wanted = [ours for ours, theirs in WORDS["other_trainers"].items() if name in theirs.split()]
-    return [key for key in keys if any(fnmatch(key, one) for one in wanted)]
+    if ours := [key for key in keys if any(fnmatch(key, one) for one in wanted)]:
+        return f"unknown key {path}: here it is {' or '.join(ours)}"
+    if (length := "data.num_iterations") in keys and "data.num_epochs" in wanted:
+        return f"unknown key {path}: here {length} is the length, in batches of data.batch_size"
+    return f"unknown key {path}{did_you_mean(path, keys)}"
 
 
 def withdrawn(words: Sequence[str]) -> str | None:

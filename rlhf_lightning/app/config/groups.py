@@ -17,13 +17,7 @@ from pydantic import (
 )
 
 from rlhf_lightning.app.config.compose import check_path_name
-from rlhf_lightning.app.config.targets import (
-    Kind,
-    Node,
-    TargetError,
-    check_names,
-    read_node,
-)
+from rlhf_lightning.app.config.targets import Kind, Node, TargetError, check_names, read_node
 from rlhf_lightning.arguments import Count, CountOrZero, Name, RunsCode, Temperature
 from rlhf_lightning.doctor.interventions import ActionSettings
 from rlhf_lightning.doctor.thresholds import DoctorThresholds

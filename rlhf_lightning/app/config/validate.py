@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -21,6 +21,7 @@ from rlhf_lightning.app.config.compose import (
     at,
     choices,
     describe_interpolation,
+    dotted_keys,
     group_files,
     texts,
     written_keys,
@@ -80,20 +81,11 @@ def check_overrides_are_read(
         handed_on = origin is not None and key.startswith(_HANDED_ON) and is_read(word, origin)
         if is_read(word, settings) or handed_on:
             continue
-        keys = (k for g in settings.open_groups for k in places(settings.written.get(g), g))
-        known = [place for place in keys if is_read(place, settings)]
+        groups = {name: settings.written.get(name) for name in settings.open_groups}
+        known = [one for one in dotted_keys(groups) if "." in one and is_read(one, settings)]
         alike = [one for one in known if one.rpartition(".")[2] == key.rpartition(".")[2]]
         near = f"; did you mean {' or '.join(alike)}?" if alike else did_you_mean(key, known)
         raise ConfigError(f"{word}: nothing reads {key} here: leave it out{near}")
-
-
-def is_built_in(settings: RunSettings, kind: str) -> bool:
-    """Return whether a command loads the built-in world's model of a kind, and may train it."""
-    source = settings.select(f"artifacts.{kind}")
-    usual = source == f"{settings.select('model.folder')}/{kind}"
-    of_demo = str(settings.select("dataset.name")).startswith("demo_")
-    has_recipe = kind in choices("experiment")
-    return usual and of_demo and has_recipe and is_loaded(settings, source)
 
 
 def is_loaded(settings: RunSettings, source: str) -> bool:
@@ -356,7 +348,7 @@ def check_keys_are_known(settings: CommandSettings) -> None:
     """
     for group in (*settings.open_groups, "debug", "launcher"):
         known = written_keys(group)
-        for key in places(settings.written.get(group), group):
+        for key in dotted_keys(settings.written.get(group), f"{group}."):
             if key not in known and not _reads(settings, key):
                 raise ConfigError(f"unknown key {key}{did_you_mean(key, sorted(known))}")
 
@@ -392,10 +384,3 @@ def _given(settings: CommandSettings, resolved: Mapping[str, Any]) -> dict[str, 
             names = [n for n in fields if f"{group}.{n}" not in settings.by_reference]
             found[group] = {name: found[group].get(name) for name in names}
     return found
-
-
-def places(node: Any, where: str) -> Iterator[str]:
-    """Yield the dotted keys of nested mappings below `where`."""
-    for key, value in node.items() if isinstance(node, Mapping) else ():
-        yield f"{where}.{key}"
-        yield from places(value, f"{where}.{key}")
