@@ -24,7 +24,7 @@ from rlhf_lightning.app.command_line import (
     started,
 )
 from rlhf_lightning.app.config.commands import EvaluateSettings
-from rlhf_lightning.app.config.compose import ConfigError, register, texts
+from rlhf_lightning.app.config.compose import ConfigError, keys_of, register, texts
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.evaluation import comparison_arguments, gates_of
@@ -127,7 +127,7 @@ def choose_prompts(settings: EvaluateSettings, overrides: Sequence[str]) -> Eval
     if settings.prompts.split is not None:
         return settings
     _check_benchmark(settings)
-    keys = {word.lstrip("+").partition("=")[0] for word in overrides}
+    keys = keys_of(overrides)
     is_named = bool(keys & {"dataset.path", "dataset.hub_name"})
     is_other = is_named or any(key.startswith("dataset.source.") for key in keys)
     is_held_out = is_other and _has_held_out_part(settings)

@@ -19,8 +19,12 @@ from rlhf_lightning.runs.folder import RunFolder, from_here, run_behind
 
 _COMPARE = "Read the samples. This compares it again on the prompts that training held out:"
 _TALK = "Read the samples, and talk to it beside the model that it was trained from:"
-_SFT = ("sft", "Fine-tune this model on demonstrations:")
-_PPO = ("ppo", "Train a policy against this reward model:")
+# By what was made: the experiment that starts from it.
+_NEXT = {
+    "base": ("sft", "Fine-tune this model on demonstrations:"),
+    "sft": ("reward", "Train a reward model from this policy:"),
+    "reward": ("ppo", "Train a policy against this reward model:"),
+}
 
 
 def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequence[str]) -> str:
@@ -47,11 +51,7 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
     key = f"artifacts.{made}"
     own = _word(key, folder.export)
     elsewhere = f"The next stage starts from it with {own}."
-    kind, told = {
-        "base": _SFT,
-        "sft": ("reward", "Train a reward model from this policy:"),
-        "reward": _PPO,
-    }[made]
+    kind, told = _NEXT[made]
     if not has_records(settings, kind):
         if f"ppo_{settings.name.partition('_')[2]}" not in choices("experiment"):
             return elsewhere
@@ -64,7 +64,7 @@ def _short_way(
     settings: TrainSettings, made: str, start: str, folder: RunFolder, overrides: Sequence[str]
 ) -> str:
     """Return the same of a run on a file, as `rlhf-train EXPERIMENT MODEL FILE`."""
-    kind, told = {"base": _SFT, "sft": ("dpo", "Train it on preferences:"), "reward": _PPO}[made]
+    kind, told = ("dpo", "Train it on preferences:") if made == "sft" else _NEXT[made]
     file, run = file_for(settings, kind), from_here(folder.path)
     policy, reward = (start, ["--reward-model", run]) if made == "reward" else (run, [])
     if file.isupper():

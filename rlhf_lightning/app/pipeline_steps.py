@@ -18,6 +18,7 @@ from rlhf_lightning.app.config.compose import (
     ConfigError,
     config_dirs,
     given,
+    keys_of,
     primary,
     quoted,
     texts,
@@ -100,7 +101,7 @@ class Step:
 
     def read(self) -> dict[str, str]:
         """Return the digests of the files and models that its settings name, by their keys."""
-        named, resolved = _keys(self.words), self.settings.resolved
+        named, resolved = keys_of(self.words), self.settings.resolved
         found = {"export": json.dumps(resolved.get("export"))}  # no part of the hash
         for key, text in texts(resolved):
             group = key.partition(".")[0]
@@ -108,10 +109,6 @@ class Step:
             if is_read and key != "artifacts.publish":
                 found |= _digests(key, text)
         return found
-
-
-def _keys(words: Sequence[str]) -> set[str]:
-    return {word.lstrip("+~").partition("=")[0] for word in words}
 
 
 def _digests(key: str, text: str) -> dict[str, str]:
@@ -277,7 +274,7 @@ def _check_composes(step: Step) -> None:
         return
     trained, words = step.lead.training, [w for w in step.words if not w.startswith("run=")]
     is_demo = trained.dataset.source.read().call is DemoSource
-    if step.command == "collect" and not (is_demo or {"dataset", "annotator"} & _keys(words)):
+    if step.command == "collect" and not (is_demo or {"dataset", "annotator"} & keys_of(words)):
         raise ConfigError(
             f"{step.lead.name} is trained on {trained.dataset.name}, and annotator=demo labels the "
             "built-in world alone: use collect:annotator=page or reward_model, or collect=false"

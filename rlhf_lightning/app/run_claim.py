@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,19 @@ class ClaimFolder(Callback):
                 check = partial(check_folder, settings, RunFolder(folder))
         except ConfigError as error:
             fail(str(error))
-        _or_fail(f"hydra.{kind}.dir", folder, check)
+        if global_rank() and not started_by_others():
+            return  # Lightning has started it for a run that has its folder, such as a sweep's job
+
+        def taken() -> str:
+            take_run(folder, check)
+            return str(folder)
+
+        try:
+            broadcast_from_rank0("free folder", taken)
+        except RuntimeError as error:  # of the first rank
+            fail(str(error))
+        except OSError as error:
+            fail(f"hydra.{kind}.dir={folder}: {error}")
 
 
 def check_folder(settings: RunSettings, folder: RunFolder) -> None:
@@ -164,17 +176,3 @@ def nothing_to_continue(settings: TrainSettings | CollectSettings) -> str | None
         longer = f"ckpt_path={done.last_checkpoint} and a larger {settings.length_key}"
         told += f"; for a longer one give {longer}"
     return told
-
-
-def _or_fail(key: str, folder: Path, check: Callable[[], None]) -> None:
-    if global_rank() and not started_by_others():
-        return  # Lightning has started it for a run that has its folder, such as a sweep's job
-
-    def taken() -> str:
-        take_run(folder, check)
-        return str(folder)
-
-    try:
-        broadcast_from_rank0("free folder", taken)
-    except (OSError, RuntimeError) as error:  # the latter of the first rank
-        fail(str(error) if isinstance(error, RuntimeError) else f"{key}={folder}: {error}")

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache, partial
 from itertools import takewhile
@@ -155,6 +155,11 @@ def config_dirs() -> list[str]:
     """
     given = [w.removeprefix(CONFIG_DIR) for w in sys.argv[1:] if w.startswith(CONFIG_DIR)]
     return [f"{CONFIG_DIR}{Path(folder).absolute()}" for folder in given]
+
+
+def keys_of(words: Iterable[str]) -> set[str]:
+    """Return the keys that words of a command line set, add or remove."""
+    return {word.lstrip("+~").partition("=")[0] for word in words}
 
 
 def values_of(flag: str, words: Sequence[str]) -> tuple[list[str], list[str]]:

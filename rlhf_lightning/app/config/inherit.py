@@ -16,7 +16,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from rlhf_lightning.app.config.commands import COMMANDS
-from rlhf_lightning.app.config.compose import ConfigError, primary, texts
+from rlhf_lightning.app.config.compose import ConfigError, keys_of, primary, texts
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.saved import read_saved, working_folder
 from rlhf_lightning.app.config.settings import TrainSettings
@@ -148,7 +148,7 @@ def take_over(
 ) -> DictConfig:
     """Return `cfg` with groups, keys and models of a training run; see `command_settings`."""
     models = models_of(trained, made)
-    keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    keys = keys_of(overrides)
     _check_named_again(named_again(entry, trained), overrides)
     changed: Any = OmegaConf.create(cast(Any, OmegaConf.to_container(cfg, resolve=False)))
     OmegaConf.set_struct(changed, False)
@@ -186,7 +186,7 @@ def take_over(
 
 
 def _check_named_again(named: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    keys = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    keys = keys_of(overrides)
     for key, value in named.items():
         group = key.partition(".")[0]
         if not {group, key} & keys:

@@ -21,6 +21,7 @@ from rlhf_lightning.app.config.compose import (
     described,
     dotted_keys,
     group_files,
+    keys_of,
 )
 from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.ways import FOLDERS, read_experiment, replaced
@@ -100,7 +101,7 @@ def experiment_help(command: str, name: str) -> str:
 
 def _changed_most(words: Sequence[str]) -> Iterator[tuple[str, Any, str]]:
     """Yield key, value and meaning of the settings that other trainers have too and no word has."""
-    given = {one.lstrip("+").partition("=")[0] for one in words}
+    given = keys_of(words)
     cfg = composition("train", [*config_dirs(), *words])
     keys = list(dotted_keys(cfg))
     for key in (key for one in WORDS["other_trainers"] for key in matching(keys, one)):

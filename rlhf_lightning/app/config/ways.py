@@ -24,6 +24,7 @@ from rlhf_lightning.app.config.compose import (
     choices,
     config_dirs,
     given,
+    keys_of,
     values_of,
     word,
 )
@@ -180,9 +181,9 @@ def replaced(words: Sequence[str], by: Sequence[str]) -> list[str]:
 
     A plain word of a group or value would be read twice, and a name would rename another model.
     """
-    keys = {one.lstrip("+~").partition("=")[0] for one in by}
+    keys = keys_of(by)
     keys |= {f"{key}.name" for key in keys}
-    return [*(one for one in words if one.lstrip("+~").partition("=")[0] not in keys), *by]
+    return [*(one for one in words if not keys_of([one]) & keys), *by]
 
 
 def spelled_out(words: Sequence[str], command: str = "train") -> list[str]:
