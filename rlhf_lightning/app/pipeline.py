@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from rlhf_lightning.app.config.commands import PipelineSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.validate import read_settings
-from rlhf_lightning.app.pipeline_steps import Step, as_overrides, check_pipeline, plan
+from rlhf_lightning.app.pipeline_steps import Step, check_pipeline, plan
 from rlhf_lightning.app.run_claim import check_folder, continues, hydra_log
 from rlhf_lightning.distributed.launch import own_environment
 from rlhf_lightning.reports.page import write_report
@@ -235,7 +234,6 @@ def _job(cfg: Any) -> None:
 
 def main() -> None:
     """Run the command line."""
-    sys.argv[1:] = as_overrides(sys.argv[1:])
     if (settings := check_command_line("pipeline")) is not None:
         with ended_in_one_line():
             check_pipeline(settings)

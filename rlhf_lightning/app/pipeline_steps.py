@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,23 +19,19 @@ from rlhf_lightning.app.config.compose import (
     config_dirs,
     given,
     keys_of,
-    primary,
-    quoted,
     texts,
 )
-from rlhf_lightning.app.config.errors import OF_TRAINING, composition
+from rlhf_lightning.app.config.errors import composition
 from rlhf_lightning.app.config.inherit import command_settings, named_again
 from rlhf_lightning.app.config.saved import write_settings
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import check_functions, load_settings, without_unread
+from rlhf_lightning.app.config.ways import ADDRESSED
 from rlhf_lightning.data.demo.source import DemoSource
-from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import ManifestError, content_digest
 from rlhf_lightning.runs.summary import Summary, summary_or_none
 
-# By words of the command line: all trainings, or a stage.
-ADDRESSED: tuple[str, ...] = tuple(primary("pipeline")["overrides"])
 STAGES = tuple(name for name in ADDRESSED if name != "train")
 LEADS = ("ppo", "reward", "sft", "base")  # whose prompts and lengths a collection takes
 FIRST = ("base", "sft", "collect", "reward", "ppo", "evaluate")  # nothing has misled a policy yet
@@ -131,25 +127,6 @@ def _digests(key: str, text: str) -> dict[str, str]:
     return {}
 
 
-def as_overrides(words: Sequence[str]) -> list[str]:
-    """Return the command line with its words for one stage as Hydra reads them.
-
-    `ppo:module.ppo.kl_coef=0.1` becomes `overrides.ppo=['module.ppo.kl_coef=0.1']`; `train:` is for
-    every training stage, `round_2/ppo:` for one round alone.
-    """
-    own: dict[str, list[str]] = {}
-    others = []
-    for word in words:
-        place, colon, rest = f"{'train:' * word.startswith(OF_TRAINING)}{word}".partition(":")
-        at, _, stage = place.rpartition("/")
-        if colon and stage in ADDRESSED and (not at or re.fullmatch(r"round_[1-9]\d*", at)):
-            key = f"+overrides.{at}.{stage}" if at else f"overrides.{stage}"
-            own.setdefault(key, []).append(quoted(rest))
-        else:
-            others.append(word)
-    return others + [f"{key}=[{','.join(found)}]" for key, found in own.items()]
-
-
 def plan(settings: PipelineSettings, folder: Path) -> list[Step]:
     """Return the steps of a pipeline in their order.
 
@@ -240,30 +217,16 @@ def _own_words(settings: PipelineSettings, folder: Path, number: int) -> dict[st
 
 
 def check_pipeline(settings: PipelineSettings) -> None:
-    """Check names, words and every command line, before anything runs.
+    """Check words and every command line, before anything runs.
 
     Raises:
         ConfigError: with what was found and what to write.
     """
-    for stage in ("reward", "ppo"):
-        if settings.rounds > 1 and settings.experiments[stage] is None:
-            told = f"experiments.{stage}=null leaves one out that every round trains"
-            raise ConfigError(f"{told}: name an experiment, or use rounds=1")
-    rounds = range(1, settings.rounds + 1)
-    names = [*ADDRESSED, *(f"round_{k}/{stage}" for k in rounds for stage in ADDRESSED)]
-    for stage in settings.accept:
-        if stage not in names:
-            raise ConfigError(f"accept names {stage!r}{did_you_mean(stage, names)}")
     steps = plan(settings, HERE)
     read = {word for step in steps for word in step.words}
-    for place, found in settings.overrides.items():
-        inside = found.items() if isinstance(found, dict) else [("", found)]
-        for name, words in ((f"{place}/{stage}".rstrip("/"), words) for stage, words in inside):
-            if name not in names:
-                hint = did_you_mean(name, names)
-                raise ConfigError(f"overrides: {name} is no stage{hint}: write STAGE:KEY=VALUE")
-            if unread := [word for word in words if word not in read]:
-                raise ConfigError(f"{name}:{unread[0]}: no step reads it, leave it out")
+    for name, words in settings.addressed.items():
+        if unread := [word for word in words if word not in read]:
+            raise ConfigError(f"{name}:{unread[0]}: no step reads it, leave it out")
     for step in steps:
         _check_composes(step)
 

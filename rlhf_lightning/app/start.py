@@ -71,8 +71,7 @@ def start(command: str, module: str | None = None) -> None:
         print_recipe(typed)
         return
     prepare_process()
-    if command != "pipeline":  # its words may be of one stage: `app/pipeline.py` reads them
-        check_words(command)
+    check_words(command)
     short = command in SHORT and {*sys.argv[1:]} - {*typed}
     if short and not global_rank():  # on the stream that nobody reads as a program or as JSON
         sys.stderr.write(f"rlhf-{command} {shlex.join(sys.argv[1:])}\n")
@@ -131,6 +130,7 @@ def check_words(command: str) -> None:
             settings = validate.plain_settings(commands.COMMANDS[command], cfg)
             validate.check_models(cfg, words)
             validate.check_first_record(settings)
+            validate.check_stages(settings)
         else:
             ours = inherit.check_run(command, RunFolder(Path(str(run))), words)
             validate.check_models(cfg, words, ours)
@@ -193,6 +193,7 @@ def words_of(command: str) -> list[str]:
         folders, words = values_of(flag, [flag if word == "-cd" else word for word in words])
         # Written in one word, it goes along to ranks and jobs.
         sys.argv[1:] = words = [*words, *(f"{CONFIG_DIR}{folder}" for folder in folders)]
+        words = ways.as_overrides(words) if command == "pipeline" else words
         words = ways.with_file(words)
         words = ways.spelled_out(words, command) if command in SHORT else words
         words = with_one_length(words) if command in TRAINING else words

@@ -30,8 +30,13 @@ from rlhf_lightning.app.config.compose import (
 )
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.validate import load_settings
-from rlhf_lightning.app.config.ways import read_experiment, replaced, short_words, spelled_out
-from rlhf_lightning.app.pipeline_steps import as_overrides
+from rlhf_lightning.app.config.ways import (
+    as_overrides,
+    read_experiment,
+    replaced,
+    short_words,
+    spelled_out,
+)
 from rlhf_lightning.app.start import with_run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -90,6 +90,11 @@ def test_help_of_an_experiment_is_its_own(tmp_path):
         ("chat", "org/m --reward reward.py:scoer", "did you mean score?"),
         ("chat", "org/m reward=reward.py:score", "--reward FILE.py:NAME"),
         ("collect", "--reward reward.py:score", "write --reward-model FOLDER"),
+        ("pipeline", "experiments.sft=sftt", "did you mean sft?"),
+        ("pipeline", "sftt:KEY=VALUE", "evaluate, or with round_2/ before it; did you mean sft?"),
+        ("pipeline", "overrides.sft=[KEY=VALUE]", "write sft:KEY=VALUE"),
+        ("pipeline", "ppo:module.pp=3", "ppo: unknown key module.pp; did you mean module.ppo"),
+        ("pipeline", "accept=[rewrd]", "rewrd is no stage; did you mean reward?"),
     ],
 )
 def test_a_mistake_that_needs_no_torch_is_answered_at_once(command, words, fix, tmp_path):

@@ -16,7 +16,8 @@ from rlhf_lightning.app.config.compose import ConfigError, composed, register
 from rlhf_lightning.app.config.settings import TrainSettings
 from rlhf_lightning.app.config.targets import TargetError
 from rlhf_lightning.app.config.validate import is_read, read_settings
-from rlhf_lightning.app.pipeline_steps import HERE, as_overrides, check_pipeline, plan
+from rlhf_lightning.app.config.ways import as_overrides
+from rlhf_lightning.app.pipeline_steps import HERE, check_pipeline, plan
 from rlhf_lightning.app.prerequisites import training_words
 from tests.builders.command_lines import settings_of
 

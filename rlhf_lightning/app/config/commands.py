@@ -36,9 +36,11 @@ from rlhf_lightning.app.config.settings import (
     RunSettings,
     TrainSettings,
 )
+from rlhf_lightning.app.config.ways import ADDRESSED
 from rlhf_lightning.arguments import Count, CountOrZero, Seed, Temperature
 from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.records import LossOn, RecordKind, Split, Value
+from rlhf_lightning.misfit import did_you_mean
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available, no_model
 from rlhf_lightning.runs.resume import config_hash
@@ -221,6 +223,28 @@ class PipelineSettings(RunSettings):
     evaluation_gates: str | None = None
     accept: list[str] = Field(default_factory=list)
     overrides: dict[str, _Words]
+
+    @model_validator(mode="after")
+    def _names_stages(self) -> Self:
+        for stage in ("reward", "ppo"):
+            if self.rounds > 1 and self.experiments[stage] is None:
+                told = f"experiments.{stage}=null leaves one out that every round trains"
+                raise ValueError(f"{told}: name an experiment, or use rounds=1")
+        rounds = range(1, self.rounds + 1)
+        names = [*ADDRESSED, *(f"round_{k}/{stage}" for k in rounds for stage in ADDRESSED)]
+        for name in (*self.accept, *self.addressed):
+            if name not in names:
+                raise ValueError(f"{name} is no stage{did_you_mean(name, names)}")
+        return self
+
+    @property
+    def addressed(self) -> dict[str, list[str]]:
+        """Words of a stage by its name, such as `ppo` or `round_2/ppo`."""
+        found: dict[str, list[str]] = {}
+        for place, words in self.overrides.items():
+            inside = words.items() if isinstance(words, dict) else [("", words)]
+            found |= {f"{place}/{stage}".rstrip("/"): own for stage, own in inside}
+        return found
 
     @property
     def config_hash(self) -> str:

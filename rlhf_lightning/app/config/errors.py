@@ -80,6 +80,8 @@ def explain(error: Exception, overrides: list[str], config_name: str = "train") 
 def _unreadable(override: str, text: str) -> str:
     if override.startswith("-") or ("=" not in override and not override.startswith("~")):
         return f"{override!r} sets nothing: write KEY=VALUE, such as seed=2"
+    if found := re.fullmatch(r"\+*overrides\.(\w+)=\[?([^\]]*)\]?", override):
+        return f"{override} cannot be read: write {found[1]}:{found[2]}"
     reason = text.removeprefix(f"Error parsing override '{override}'").strip().partition("\n")[0]
     override = " ".join(override.split())
     return (

@@ -20,9 +20,11 @@ from rlhf_lightning.app.config.compose import (
     ConfigError,
     at,
     choices,
+    config_dirs,
     describe_interpolation,
     dotted_keys,
     group_files,
+    primary,
     texts,
     written_keys,
 )
@@ -244,6 +246,24 @@ def check_first_record(settings: CommandSettings) -> None:
             n for n, f in files if re.search(rf"(/data|kind): {given}\b", f.read_text("utf-8"))
         ]
         raise ConfigError(f"{error} {given.capitalize()}: {', '.join(names)}.") from error
+
+
+def check_stages(settings: CommandSettings) -> None:
+    """Refuse what a pipeline sets for one of its trainings, as far as torch is not needed.
+
+    Raises:
+        ConfigError: with the stage.
+    """
+    usual = primary("pipeline")["experiments"]
+    for stage, name in getattr(settings, "experiments", {}).items():
+        words = settings.overrides.get(stage, [])
+        if name is None or not (words or name != usual[stage]):
+            continue
+        try:
+            cfg = composition("train", [*config_dirs(), f"+experiment={name}", *words])
+            plain_settings(TrainSettings, cfg)
+        except ConfigError as error:
+            raise ConfigError(f"{stage}: {error}") from error
 
 
 def _with_models_apart(written: dict[str, Any]) -> dict[str, Any]:

@@ -25,10 +25,12 @@ from rlhf_lightning.app.config.compose import (
     config_dirs,
     given,
     keys_of,
+    primary,
+    quoted,
     values_of,
     word,
 )
-from rlhf_lightning.app.config.errors import ADDED, composition
+from rlhf_lightning.app.config.errors import ADDED, OF_TRAINING, composition
 from rlhf_lightning.misfit import did_you_mean, near_path
 from rlhf_lightning.runs.folder import RunFolder, run_behind
 from rlhf_lightning.runs.manifest import is_available, no_model
@@ -50,6 +52,8 @@ _HALVES = ("data.max_prompt_length", _SAMPLED)
 _WHOLE, _ANSWERED = "data.max_length", "evaluation.max_new_tokens"
 _SAYS_LENGTHS = re.compile(r"\+*((dataset|model|preset)=|[\w.]*(lengths\b|max_\w+))")
 FOLDERS = "config_dir"
+# By words of a pipeline's command line: all trainings, or a stage.
+ADDRESSED: tuple[str, ...] = tuple(primary("pipeline")["overrides"])
 _REWARD = re.compile(
     r"((?P<file>[^=]+\.py):)?(?P<name>(?!\S*\.py(=|$))[\w.]+)(=(?P<weight>-?\d*\.?\d+))?"
 )
@@ -364,3 +368,28 @@ def _words(node: Mapping[Any, Any], where: str = "") -> Iterator[str]:
             yield key
         else:  # groups and other keys of the top are there, keys below may be new ones
             yield word(f"{'+' * (key in ADDED)}{'++' * ('.' in key)}{key}", value)
+
+
+def as_overrides(words: Sequence[str]) -> list[str]:
+    """Return the command line of a pipeline with its words for one stage as Hydra reads them.
+
+    `ppo:module.ppo.kl_coef=0.1` becomes `overrides.ppo=['module.ppo.kl_coef=0.1']`; `train:` is for
+    every training stage, `round_2/ppo:` for one round alone.
+
+    Raises:
+        ConfigError: for another stage, with the nearest.
+    """
+    own: dict[str, list[str]] = {}
+    others = []
+    for one in words:
+        place, colon, rest = f"{'train:' * one.startswith(OF_TRAINING)}{one}".partition(":")
+        at, _, stage = place.rpartition("/")
+        if colon and stage in ADDRESSED and (not at or re.fullmatch(r"round_[1-9]\d*", at)):
+            key = f"+overrides.{at}.{stage}" if at else f"overrides.{stage}"
+            own.setdefault(key, []).append(quoted(rest))
+        elif colon and re.fullmatch(r"[\w/]+", place):
+            known = f"{', '.join(ADDRESSED)}, or with round_2/ before it"
+            raise ConfigError(f"{one}: {place} is none of {known}{did_you_mean(stage, ADDRESSED)}")
+        else:
+            others.append(one)
+    return others + [f"{key}=[{','.join(found)}]" for key, found in own.items()]
