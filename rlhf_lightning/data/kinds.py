@@ -141,7 +141,8 @@ def to_kind(record: Record, kind: RecordKind, labels: Labels = NO_LABELS) -> Seq
         good = labels.is_good(record)
         if good is None or not isinstance(record, DemonstrationRecord):
             fix = f"give {KEYS[kind]}, or map one with columns={{label: theirs}}"
-            raise BadRecordError(record.place, f"the row has no label, but {[*columns]}", fix)
+            found = f"the row has no label, and {', '.join(columns) or 'nothing'} beside its prompt"
+            raise BadRecordError(record.place, found, fix)
         parts = (record.prompt, record.completion, record.domain, record.rendered, good)
         return [UnpairedRecord(*parts, **more)]
     whole = record.rendered and kind in ("prompts", "demonstrations")

@@ -60,6 +60,8 @@ def preview(
     own = kind_of(parsed[0])
     is_labelled = own == "demonstrations" and source.labels.column is not None
     kind = kind or ("unpaired" if is_labelled else own)
+    if loss_on == "all" and kind != "demonstrations":
+        raise ValueError(f"loss_on=all is of demonstrations alone: use last with {kind}")
     splits = {split: source.records(kind, split) for split in get_args(Split)}
     records = [record for split in splits.values() for record in split]
     count = min(len(records), num_rows or len(records))

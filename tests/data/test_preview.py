@@ -76,6 +76,11 @@ def test_each_fault_has_its_first_place_and_its_count(tokenizer):
     assert lines["columns that are not read (map them with columns=)"] == "rater 1"
 
 
+def test_all_turns_of_pairs_are_refused_as_training_does(tokenizer):
+    with pytest.raises(ValueError, match="loss_on=all is of demonstrations alone"):
+        preview(source([PAIR]), tokenizer, loss_on="all")
+
+
 def shades(text):
     return [(text.plain[span.start : span.end], span.style) for span in text.spans[1:]]
 
