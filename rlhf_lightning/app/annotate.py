@@ -28,8 +28,6 @@ def run(settings: AnnotateSettings) -> None:
     Raises:
         ConfigError: if the files do not allow it.
     """
-    if not settings.store.exists() and (settings.file is None or settings.action == "export"):
-        raise ConfigError(f"store={settings.store} does not exist: add file=PAIRS to take pairs in")
     with refusing(StoreError), LabelStore(settings.store) as store:
         if settings.action == "export":
             _export(settings, store)
@@ -59,12 +57,11 @@ def _import(settings: AnnotateSettings, store: LabelStore) -> None:
     from rlhf_lightning.preferences.exchange import read_collection
 
     assert settings.file is not None
-    now = iso_time(settings.file.stat().st_mtime) if settings.file.exists() else ""
     found = read_collection(
         settings.file,
         format=settings.format,
         known="ignore" if settings.action == "serve" else "labels",  # to be labelled again
-        now=now,
+        now=iso_time(settings.file.stat().st_mtime),
     )
     held = {pair.pair_id for pair in store.pairs()}
     is_other = bool(held and found.pairs) and held.isdisjoint(x.pair_id for x in found.pairs)

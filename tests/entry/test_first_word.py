@@ -90,6 +90,17 @@ def test_help_of_an_experiment_is_its_own(tmp_path):
         ("chat", "org/m --reward reward.py:scoer", "did you mean score?"),
         ("chat", "org/m reward=reward.py:score", "--reward FILE.py:NAME"),
         ("collect", "--reward reward.py:score", "write --reward-model FOLDER"),
+        ("evaluate", "run=outputs/reward", "trained a reward model: give the run of a policy"),
+        (
+            "evaluate",
+            f"run={RUN}0 ++dataset.path=record.jsonl --reward reward.py:score",
+            "did you mean records.jsonl?",
+        ),
+        ("train", "+experiment=ppo model.chat_template=x", "add it with +model.chat_template=x"),
+        ("train", "+experiment=ppo scorer.source=outputs/pop", "did you mean outputs/ppo?"),
+        ("annotate", "file=record.jsonl", "did you mean records.jsonl?"),
+        ("annotate", "store=record.jsonl action=status", "did you mean records.jsonl?"),
+        ("train", "--config record.jsonl", "did you mean records.jsonl?"),
         ("pipeline", "experiments.sft=sftt", "did you mean sft?"),
         ("pipeline", "sftt:KEY=VALUE", "evaluate, or with round_2/ before it; did you mean sft?"),
         ("pipeline", "overrides.sft=[KEY=VALUE]", "write sft:KEY=VALUE"),
@@ -103,7 +114,9 @@ def test_a_mistake_that_needs_no_torch_is_answered_at_once(command, words, fix, 
         (tmp_path / f"{RUN}0" / part).mkdir(parents=True)
     (tmp_path / f"{RUN}0/export/config.json").touch()
     ppo = composed("train", ["+experiment=ppo", *CODED])
-    for run, config in ((f"{RUN}0", OmegaConf.to_yaml(ppo)), (EVALUATION, "stage: evaluate")):
+    reward = OmegaConf.to_yaml(composed("train", ["+experiment=reward"]))
+    configs = {f"{RUN}0": OmegaConf.to_yaml(ppo), EVALUATION: "stage: evaluate"}
+    for run, config in (configs | {"outputs/reward": reward}).items():
         (tmp_path / run / ".hydra").mkdir(parents=True)
         (tmp_path / run / ".hydra/config.yaml").write_text(config)
     (tmp_path / "records.jsonl").write_text('{"prompt": "a"}\n')

@@ -40,7 +40,7 @@ from rlhf_lightning.app.config.ways import ADDRESSED
 from rlhf_lightning.arguments import Count, CountOrZero, Seed, Temperature
 from rlhf_lightning.data.files import read_rows, split_files
 from rlhf_lightning.data.records import LossOn, RecordKind, Split, Value
-from rlhf_lightning.misfit import did_you_mean
+from rlhf_lightning.misfit import did_you_mean, near_path
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available, no_model
 from rlhf_lightning.runs.resume import config_hash
@@ -412,6 +412,14 @@ class AnnotateSettings(CommandSettings):
             raise ValueError(
                 "format=auto tells what is read: export needs pairs, labels, trl or label_studio"
             )
+        if not self.store.exists() and (self.file is None or self.action == "export"):
+            near = near_path(self.store, Path.is_file)
+            raise ValueError(
+                f"store={self.store} does not exist: add file=PAIRS for a new one{near}"
+            )
+        if self.action in ("serve", "import") and self.file and not self.file.exists():
+            near = near_path(self.file, Path.is_file)
+            raise ValueError(f"file={self.file} does not exist: check the path{near}")
         return self
 
 

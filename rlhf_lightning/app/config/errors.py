@@ -20,6 +20,7 @@ from rlhf_lightning.app.config.compose import (
     composed,
     describe_interpolation,
     dotted_keys,
+    texts,
 )
 from rlhf_lightning.misfit import did_you_mean
 
@@ -105,6 +106,9 @@ def _unknown(path: str, overrides: list[str], config_name: str) -> str:
     above = path if path in keys else path.rpartition(".")[0]
     if above in keys and OmegaConf.select(cfg, above, throw_on_resolution_failure=False) == {}:
         return f"{path}: {above} is empty: add to it with +{above}.NAME=VALUE"
+    written = OmegaConf.to_container(cfg, resolve=False)
+    if any(f"oc.select:{path}," in text for _, text in texts(written)):
+        return f"{given}: no default is written here, add it with +{given}"
     name = path.rpartition(".")[2].lower()
     wanted = [ours for ours, theirs in WORDS["other_trainers"].items() if name in theirs.split()]
     if ours := [key for key in keys if any(fnmatch(key, one) for one in wanted)]:

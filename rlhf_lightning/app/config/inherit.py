@@ -101,6 +101,8 @@ def training_file(folder: RunFolder) -> Path:
 def check_run(entry: str, folder: RunFolder, overrides: Sequence[str]) -> Collection[str]:
     """Refuse without torch what `command_settings` would; return the models of the run."""
     trained = read_training(folder, plain_settings)
+    if entry == "evaluate" and trained.stage == "reward":
+        raise ConfigError(f"run={folder.path} trained a reward model: give the run of a policy")
     taken = (text for group in _GROUPS[entry] for text in texts(trained.resolved.get(group), group))
     _check_named_again({k: text for k, text in taken if k.rpartition(".")[2] in CODE}, overrides)
     return trained.artifacts.models().values()

@@ -43,7 +43,8 @@ from rlhf_lightning.runs.manifest import is_available, no_model
 SettingsT = TypeVar("SettingsT", bound=CommandSettings)
 # Settings that may name a function or class in a file, by their last part, and what it is.
 CODE = {"estimator": "estimator", "function": "reward function"}
-_PATHS = ("data.path", "ckpt_path", "people.run", "adversarial.run")
+_PATHS = ("data.path", "dataset.path", "ckpt_path", "people.run", "adversarial.run")
+_MODELS = ("policy", "baseline", "scorer.source")
 _HANDED_ON = ("artifacts.", "dataset.")  # from the command line of a run that is taken over
 # Words of a command line that all stages share.
 SHARED = (
@@ -202,16 +203,19 @@ def check_models(cfg: DictConfig, words: Sequence[str], also: Collection[str] = 
         group, _, kind = key.rpartition(".")
         source = OmegaConf.select(cfg, key, throw_on_resolution_failure=False)
         if key in _PATHS and isinstance(source, str) and not Path(source).exists():
-            raise ConfigError(f"{key}={source} does not exist{near_path(source, Path.exists)}")
-        if (group != "artifacts" or kind == "publish") and key not in ("policy", "baseline"):
+            near = near_path(source, Path.exists)
+            raise ConfigError(f"{key}={source} does not exist: check the path{near}")
+        if (group != "artifacts" or kind == "publish") and key not in _MODELS:
             continue
         usual = (
-            [f"{OmegaConf.select(cfg, 'model.folder')}/{kind}"] if group else cfg.artifacts.values()
+            cfg.artifacts.values()
+            if key in _MODELS
+            else [f"{OmegaConf.select(cfg, 'model.folder')}/{kind}"]
         )
         if not isinstance(source, str) or is_address(source) or is_available(source):
             continue
         told = no_model(source, "give a model folder or a hub name")
-        is_misspelt = not group or Path(source).is_dir() or told.endswith("?")
+        is_misspelt = key in _MODELS or Path(source).is_dir() or told.endswith("?")
         if is_misspelt and source not in (*usual, *also):
             raise ConfigError(f"{key}={told}")
 
@@ -248,7 +252,7 @@ def check_first_record(settings: CommandSettings) -> None:
         raise ConfigError(f"{error} {given.capitalize()}: {', '.join(names)}.") from error
 
 
-def check_stages(settings: CommandSettings) -> None:
+def check_stages(settings: Any) -> None:
     """Refuse what a pipeline sets for one of its trainings, as far as torch is not needed.
 
     Raises:

@@ -347,6 +347,10 @@ def with_file(words: Sequence[str]) -> list[str]:
     """
     files, others = values_of("--config", words)
     for file in files:
+        if not Path(file).exists():
+            raise ConfigError(
+                f"--config {file} does not exist: check it{near_path(file, Path.is_file)}"
+            )
         try:
             content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
             others = replaced(list(_words(content)), others)
