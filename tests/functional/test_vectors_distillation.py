@@ -1,9 +1,8 @@
-"""Distillation: values of the vectors, which mistakes they notice, and what the chunks hold."""
+"""Distillation: values of the vectors, and what the chunks hold."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from rlhf_lightning.functional.distillation import (
     vocabulary_divergence,
 )
 from rlhf_lightning.functional.masked import masked_mean
-from tests.vectors.cases import DTYPES, Case, assert_matches, case, cases
+from tests.vectors.cases import DTYPES, Case, assert_matches, cases
 
 
 def sampled(case: Case, dtype: torch.dtype) -> dict[str, Any]:
@@ -40,12 +39,10 @@ def sampled(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def whole(
-    case: Case, dtype: torch.dtype, divergence: Callable[..., Tensor] = vocabulary_divergence
-) -> dict[str, Any]:
+def whole(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     student, teacher = (case.tensor(f"{name}_logits", dtype) for name in ("student", "teacher"))
     mask, leaf = case.mask(), student.requires_grad_()
-    per_token = divergence(
+    per_token = vocabulary_divergence(
         leaf.log_softmax(-1),
         teacher.log_softmax(-1),
         kind=case.inputs["kind"],
@@ -61,32 +58,6 @@ def whole(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_distillation_matches_the_vectors(case: Case, dtype: torch.dtype):
     assert_matches(case, (whole if "kind" in case.inputs else sampled)(case, dtype), dtype)
-
-
-MUTANTS: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "sides swapped": ("reverse", lambda s, t, **how: vocabulary_divergence(t, s, **how)),
-    "the other KL": (
-        "forward",
-        lambda s, t, **how: vocabulary_divergence(s, t, **how | {"kind": "reverse"}),
-    ),
-    "mixture of log-probabilities": (
-        "jensen_shannon",
-        lambda s, t, **how: (
-            ((s.exp() * (s - (s + t) / 2)).sum(-1) + (t.exp() * (t - (s + t) / 2)).sum(-1)) / 2
-        ),
-    ),
-    "sum of both": (
-        "jensen_shannon",
-        lambda s, t, **how: 2 * vocabulary_divergence(s, t, **how),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_the_vectors_notice(name: str):
-    kind, mutant = MUTANTS[name]
-    vector = case("distillation", f"full_{kind}")
-    assert abs(whole(vector, torch.float64, mutant)["loss"] - vector.expected["loss"]) > 1e-3
 
 
 def test_the_sampled_form_has_in_expectation_the_gradient_of_the_reverse_kl():
