@@ -53,11 +53,15 @@ BUILT_IN = ("sft", "reward", "ppo")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page: `module` of the package and what follows it."""
+    """A command of a page: `module` of the package and the words that follow it."""
 
     page: str
     module: str
-    arguments: tuple[str, ...]
+    words: tuple[str, ...]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return written_out(self.module, self.words)
 
     @property
     def overrides(self) -> list[str]:
@@ -65,10 +69,10 @@ class Command:
 
     @property
     def is_sweep(self) -> bool:
-        return "-m" in self.arguments
+        return "-m" in self.words
 
     def __str__(self) -> str:
-        return f"{self.page}: {self.module} {' '.join(self.arguments)}"
+        return f"{self.page}: {self.module} {' '.join(self.words)}"
 
 
 def lines_of(page: Path) -> Iterator[tuple[str, dict[str, str]]]:
@@ -136,8 +140,8 @@ def commands() -> list[Command]:
                 continue
             module = module_of(match)
             rest = match.group(2) if match.group(1) else match.group(4)
-            command = Command(page.name, module, written_out(module, arguments_of(rest, variables)))
-            found.setdefault((module, command.arguments), command)
+            words = arguments_of(rest, variables)
+            found.setdefault((module, words), Command(page.name, module, words))
     return list(found.values())
 
 
@@ -151,18 +155,19 @@ COMMANDS = commands()
 TRAINING = [
     c
     for c in COMMANDS
-    if c.module in ("train", "plan") and any(o.startswith("+experiment=") for o in c.overrides)
+    if c.module in ("train", "plan")
+    and (set(c.words[:1]) & set(choices("experiment")) or "+experiment=" in " ".join(c.words))
 ]
 OFFLINE = [
     c
     for c in TRAINING
     if c.module == "train"
-    and {f"+experiment={name}" for name in BUILT_IN} & set(c.overrides)
-    and not any(o.startswith(("dataset", "artifacts", "data.path", "logger")) for o in c.overrides)
+    and {f"+experiment={name}" for name in BUILT_IN} & set(c.words)
+    and not any(w.startswith(("dataset", "artifacts", "data.path", "logger")) for w in c.words)
     # vLLM has an environment of its own, and tests of its own: tests/rollout/test_generate_vllm.py.
-    and not any(o.startswith("rollout=vllm") for o in c.overrides)
-    and "launcher=slurm" not in c.arguments  # needs a cluster: tests/multiprocess/test_tasks.py
-    and "--cfg" not in c.arguments  # it prints the configuration and trains nothing
+    and not any(w.startswith("rollout=vllm") for w in c.words)
+    and "launcher=slurm" not in c.words  # needs a cluster: tests/multiprocess/test_tasks.py
+    and "--cfg" not in c.words  # it prints the configuration and trains nothing
 ]
 
 
