@@ -66,6 +66,7 @@ HPARAMS: dict[str, Any] = {
 }
 
 
+@cache
 def register() -> None:
     """Make hyper-parameter defaults and `sweeps/` known to Hydra; call before composing.
 
