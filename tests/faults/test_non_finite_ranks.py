@@ -29,7 +29,7 @@ def train(stage: str, strategy: str, folder: Path, *, limit: int) -> list[dict[s
 @pytest.mark.parametrize(
     ("stage", "strategy"),
     [
-        ("sft", "fsdp"),
+        pytest.param("sft", "fsdp", marks=pytest.mark.thorough),
         *(
             pytest.param(stage, strategy, marks=pytest.mark.slow)
             for stage in ("sft", "reward", "ppo")

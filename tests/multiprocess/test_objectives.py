@@ -68,7 +68,7 @@ def test_ppo_under_fsdp2_exports_the_policy_of_one_process(material, alone, tmp_
     [
         ("ddp", ""),
         pytest.param("fsdp", "", marks=pytest.mark.slow),
-        ("fsdp", "lora"),
+        pytest.param("fsdp", "lora", marks=pytest.mark.thorough),
         pytest.param("ddp", "kto", marks=pytest.mark.slow),
         pytest.param("fsdp", "kto", marks=pytest.mark.slow),
     ],

@@ -40,6 +40,7 @@ from tests.parity.both import (
 
 pytestmark = pytest.mark.timeout(120)
 SAME = 1e-4
+GPT2 = pytest.param("gpt2", marks=pytest.mark.thorough)
 
 
 def check_steps_are_worth_comparing(recorder: Recorder) -> None:
@@ -57,7 +58,7 @@ def check_same_weights(ours: torch.nn.Module, theirs: torch.nn.Module, names: di
         torch.testing.assert_close(mine[name], value, rtol=0, atol=2e-4, msg=name)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("model_type", ["llama", GPT2])
 def test_sft_takes_the_same_20_steps_as_trl(model_type, tmp_path):
     folder = export_policy_folder(tmp_path / "sft", model_type)
     rows = demonstrations(STEPS * 8)
@@ -91,7 +92,7 @@ def test_sft_in_ragged_micro_batches_is_the_token_mean_of_the_whole_batch_in_bot
     assert abs(of_means - ours.losses[0]) / ours.losses[0] > 10 * SAME
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("model_type", ["llama", GPT2])
 def test_the_reward_model_takes_the_same_20_steps_as_trl(model_type, tmp_path):
     folder = export_reward_folder(tmp_path / "reward", model_type)
     rows = preferences(STEPS * 8)

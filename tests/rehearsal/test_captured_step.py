@@ -14,6 +14,7 @@ import pytest
 from tests.builders.models import MODEL_TYPES
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("g++") is None, reason="fake CUDA tensors need g++"),
 ]
