@@ -58,15 +58,10 @@ def test_examples_are_short_and_nine():
     ("example", "records", "stage"),
     [
         ("sft", "demonstrations", "sft"),
-        *(
-            pytest.param(*row, marks=pytest.mark.thorough)
-            for row in (
-                ("ppo_custom_reward", "prompts", "ppo"),
-                ("ppo_new_objective", "prompts", "ppo"),
-                ("grpo", "prompts", "grpo"),
-                ("online_dpo", "prompts", "grpo"),
-            )
-        ),
+        pytest.param("ppo_custom_reward", "prompts", "ppo", marks=pytest.mark.thorough),
+        pytest.param("ppo_new_objective", "prompts", "ppo", marks=pytest.mark.thorough),
+        pytest.param("grpo", "prompts", "grpo", marks=pytest.mark.thorough),
+        pytest.param("online_dpo", "prompts", "grpo", marks=pytest.mark.thorough),
     ],
 )
 def test_an_example_trains_to_its_end(example, records, stage, material, tmp_path):
