@@ -80,12 +80,11 @@ def steps(monkeypatch: pytest.MonkeyPatch, name: str, size: int, rows: int) -> l
     return [found[rank] for rank in range(size)]
 
 
-@pytest.mark.parametrize(("size", "rows"), [(1, 3), (4, 3)])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_gradients_do_not_depend_on_micro_batches_and_ranks(monkeypatch, name, size, rows):
+def test_gradients_do_not_depend_on_micro_batches_and_ranks(monkeypatch, name):
     (expected,) = steps(monkeypatch, name, 1, ROWS)
     assert len(expected) == (2 if name == "sao" else 1)
-    for rank in steps(monkeypatch, name, size, rows):
+    for rank in steps(monkeypatch, name, 2, 3):
         for got, wanted in zip(rank, expected, strict=True):
             assert wanted.abs().max() > 1e-3
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-6)
