@@ -54,7 +54,6 @@ WRONG: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["beta0.5", "beta2.0"])
 @pytest.mark.parametrize("placement", WRONG)
-def test_ppo_with_the_kl_in_a_wrong_place_misses_the_optimum(name: str, placement: str):
-    assert distance(case("kl_bandit", name), PPO(**WRONG[placement])) > 0.04
+def test_ppo_with_the_kl_in_a_wrong_place_misses_the_optimum(placement: str):
+    assert distance(case("kl_bandit", "beta0.5"), PPO(**WRONG[placement])) > 0.04
