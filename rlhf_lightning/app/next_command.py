@@ -17,7 +17,8 @@ from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.prerequisites import file_for, has_records, words_for
 from rlhf_lightning.runs.folder import RunFolder, from_here, run_behind
 
-_COMPARE = "Read the samples. This compares it again on the prompts that training held out:"
+_COMPARE = "Read the samples. Eight responses to each held-out prompt narrow the interval:"
+_MORE = "evaluation.answers_per_prompt=8"
 _TALK = "Read the samples, and talk to it beside the model that it was trained from:"
 # By what was made: the experiment that starts from it.
 _NEXT = {
@@ -43,7 +44,7 @@ def after_training(settings: TrainSettings, folder: RunFolder, overrides: Sequen
         if key in named and settings.select("scorer").keys() == {"_target_", "function"}:
             again = ["--reward", named.pop(key)]
         again += [given(f"++{key}", value) for key, value in named.items()]
-        return _told(_COMPARE, "evaluate", [_word("run", folder.path), *again])
+        return _told(_COMPARE, "evaluate", [_word("run", folder.path), _MORE, *again])
     made = "sft" if stage.trains_policy else "reward"
     made = "base" if settings.start is None else made
     if settings.dataset.source.path.endswith(".FileSource"):

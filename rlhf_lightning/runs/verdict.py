@@ -131,7 +131,7 @@ def _measured(metrics: Metrics, by: str) -> Verdict:
         return replace(found, caption=caption, facts=facts)
     few = f"{counted(count, noun)} {'is' if count == 1 else 'are'} too few"
     return Verdict(
-        sentence=f"No headline: {few} to say more than the figures below; {FEW} are needed.",
+        sentence=f"No headline: {few}, {FEW} are needed. Hold out more for one.",
         facts=(Fact(found.caption.removeprefix("of "), found.number, known), *facts),
     )
 
@@ -185,7 +185,8 @@ def _compared(metrics: Metrics, name: str, who: str, by: str, note: str) -> tupl
     rival = f"the baseline{f', by {by}' * bool(by)}"
     # The score is never "good": that it rises is what over-optimisation looks like, too.
     of_score = name == "val/score_win_rate"
-    sentence = f"{who} {{}} than {rival}{'; the samples show if rightly' * of_score}."
+    doubt = "; read the samples to see what the score pays for" * of_score
+    sentence = f"{who} {{}} than {rival}{doubt}."
     best: Tone = "neutral" if of_score else "good"
     return name, _by_interval(metrics, name, 0.5, caption, sentence, best)
 
@@ -218,8 +219,8 @@ def _by_interval(
         return Verdict(best, percent(rate), caption, sentence.replace("{}", "better"))
     if (rate if high is None else high) < rival:
         return Verdict("bad", percent(rate), caption, sentence.replace("{}", "worse"))
-    neither = sentence.replace("{}", "neither better nor worse")
-    told = f"Undecided: no difference is shown. {neither}"
+    either = sentence.replace("{}", "better or worse")
+    told = f"Undecided: nothing shows that {either[0].lower()}{either[1:]}"
     return Verdict("undecided", percent(rate), caption, told)
 
 

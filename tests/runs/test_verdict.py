@@ -24,7 +24,7 @@ def ppo(rate: float, low: float, high: float) -> Summary:
     [
         (0.8, 0.76, 0.84, "good", "better than the base"),
         (0.2, 0.16, 0.24, "bad", "worse than the base"),
-        (0.52, 0.47, 0.57, "undecided", "no difference"),
+        (0.52, 0.47, 0.57, "undecided", "nothing shows"),
     ],
 )
 def test_ppo_is_better_only_if_the_whole_interval_says_so(rate, low, high, tone, words):
@@ -65,7 +65,7 @@ def test_a_reward_model_must_beat_length_alone():
     interval = metrics | {"val/accuracy_high": 0.65}
     unsure = verdict(Summary("reward", "completed", 1, metrics=interval))
     assert unsure.tone == unsure.number_tone == "undecided"
-    assert "no difference" in unsure.sentence
+    assert "nothing shows" in unsure.sentence
     longer = interval | {"val/longer_wins_accuracy": 0.7}
     bad = verdict(Summary("reward", "completed", 1, metrics=longer))
     assert (bad.tone, bad.number_tone) == ("bad", "bad")
