@@ -94,7 +94,7 @@ def load_side(name: str) -> Side:
             raise ConfigError(f"run={name} has no export/: make it with  rlhf-export {name}")
         moved = {f"artifacts.{kind}": models[kind] for kind in MODELS if kind in models}
         scorer = trained.updated(moved | {"trainer.precision": precision}).scorer
-    tell(f"loading {source}")
+    tell(f"loading {name}")
     hub: dict[str, Any] = {"revision": None, "trust_remote_code": False}
     policy = load_candidate_policy(source, chat_template_arguments=None, precision=precision, **hub)
     return Side(source, policy, precision, scorer)
@@ -217,7 +217,8 @@ class Chat:
         if texts[0] == texts[1]:
             return "the responses are equal"
         if any(cut):
-            return f"{_which(cut)} cut off at max_new_tokens={self.length}: ask for a shorter one"
+            fix = "ask for a shorter one, or talk to one policy alone, which responds twice"
+            return f"{_which(cut)} cut off at max_new_tokens={self.length}: {fix}"
         token = self._special(*texts)
         return f"a response has the special token {token!r}" if token else ""
 

@@ -121,7 +121,8 @@ def chat(model) -> Chat:
     return chat
 
 
-CUT = "cut off at max_new_tokens=4: ask for a shorter one"
+CUT = "cut off at max_new_tokens=4: "
+CUT += "ask for a shorter one, or talk to one policy alone, which responds twice"
 
 
 @pytest.mark.parametrize(

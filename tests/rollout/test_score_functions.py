@@ -252,7 +252,7 @@ def test_a_function_is_found_by_file_and_by_dotted_name(tmp_path):
         ("nowhere.py:f", "no Python file nowhere.py; give 'path.py:name' or 'package.module.name'"),
         ("mine.py:f", "SyntaxError"),
         ("f", "give 'path.py:name'"),
-        ("math.sqr", "'sqr' is no callable there; did you mean sqrt"),
+        ("math.sqr", "'sqr' is no function there; did you mean sqrt"),
     ],
 )
 def test_a_function_that_is_not_there_is_an_error(path, message, working_folder):

@@ -83,7 +83,7 @@ def _refusing(path: str, what: str) -> Iterator[None]:
 
 
 def _not_there(what: str, name: str, known: Iterable[str]) -> ValueError:
-    return ValueError(f"{what}: {name!r} is no callable there{did_you_mean(name, known)}")
+    return ValueError(f"{what}: {name!r} is no function there{did_you_mean(name, known)}")
 
 
 def _spec(place: str, what: str) -> ModuleSpec:
