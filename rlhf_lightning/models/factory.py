@@ -237,12 +237,9 @@ def _stored_scalar_model(source: str | Path, options: ModelOptions) -> ScalarHea
     ours = hasattr(model.config, "reward_offset")
     found.normalized = own is not None or getattr(model.config, "reward_normalized", ours)
     if own is None and not ours:
-        warn_once(
-            f"{source} is of another framework: its score is read at the token that ends a "
-            "response. Where it was trained to be read elsewhere (behind a template's line break, "
-            "or before an EOS that pads, as TRL's are), use scorer=text_reward_model "
-            "scorer.ending=template or none"
-        )
+        told = "is of another framework: its score is read at the token that ends a response"
+        fix = "use scorer=text_reward_model scorer.ending=template or none"
+        warn_once(f"{source} {told}. Where it was trained to be read elsewhere, {fix}")
     return found
 
 

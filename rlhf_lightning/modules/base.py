@@ -280,10 +280,9 @@ class RLHFModule(L.LightningModule):
         """
         self.batch_started = time.perf_counter()
         if not isinstance(batch, self.batch):
-            raise TypeError(
-                f"{type(self).__name__} was given a batch that is {type(batch).__name__}, expected "
-                f"{self.batch.__name__}: use fit(module, datamodule={self.data.__name__}(...))"
-            )
+            given, wanted = type(batch).__name__, self.batch.__name__
+            told = f"{type(self).__name__} was given a batch that is {given}, expected {wanted}"
+            raise TypeError(f"{told}: use fit(module, datamodule={self.data.__name__}(...))")
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Refuse a training step that trains nothing."""
@@ -412,10 +411,9 @@ class RLHFModule(L.LightningModule):
         self.num_asked = 0
         loaders = self.trainer.predict_dataloaders
         if isinstance(loaders, list | tuple) and any(isinstance(one, Mapping) for one in loaders):
-            raise TypeError(
-                "predict was given rows, and a Trainer takes each for a loader: give "
-                "DataLoader(rows, batch_size=..., collate_fn=list), or call module.generate(rows)"
-            )
+            told = "predict was given rows, and a Trainer takes each for a loader"
+            fix = "give DataLoader(rows, batch_size=..., collate_fn=list), or module.generate(rows)"
+            raise TypeError(f"{told}: {fix}")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> list[str]:
         """Return the responses to a `PromptBatch`, or to prompts as `generate` takes them.
@@ -486,10 +484,8 @@ def _batches(
     for number, record in enumerate(records):
         row = encode_prompt(record, encoder, max_length=room)
         if row is None:
-            raise ValueError(
-                f"prompt {number + 1} of {len(rows)} has no token, or more than {room}: shorten "
-                "it, or lower max_new_tokens"
-            )
+            told = f"prompt {number + 1} of {len(rows)} has no token, or more than {room}"
+            raise ValueError(f"{told}: shorten it, or lower max_new_tokens")
         encoded.append((row, numbers[number]))
     collate = PromptCollator(int(tokenizer.pad_token_id))
     for start in range(0, len(encoded), batch_size):

@@ -61,11 +61,9 @@ def load_states(checkpoint: dict[str, Any], module: Any) -> None:
             lacks a part.
     """
     if (saved := checkpoint.get(KEY, "")) != module.fingerprint:
-        raise ValueError(
-            f"the checkpoint was trained against reference {saved[:12]}, the model's source is now "
-            f"{module.fingerprint[:12]}: use the model it started from, "
-            "of the hub by revision=COMMIT"
-        )
+        told = f"the checkpoint was trained against reference {saved[:12]}"
+        fix = "use the model it started from, of the hub by revision=COMMIT"
+        raise ValueError(f"{told}, which is now {module.fingerprint[:12]}: {fix}")
     check_adapters(checkpoint, module.trained)
     for name, part in module.stateful().items():
         if name not in checkpoint:
@@ -90,10 +88,8 @@ def _compare_hyper_parameters(checkpoint: Mapping[str, Any], module: L.Lightning
     saved, given = _flat(checkpoint.get(HYPER_PARAMETERS) or {}), _flat(module.hparams)
     for name in [name for name in given if name in saved and given[name] != saved[name]]:
         if name == "seed":
-            raise ValueError(
-                f"the checkpoint was trained with seed={saved[name]}, not {given[name]}: use "
-                f"from_pretrained(seed={saved[name]}), or start again in another folder"
-            )
+            told = f"the checkpoint was trained with seed={saved[name]}, not {given[name]}"
+            raise ValueError(f"{told}: use seed={saved[name]}, or start again in another folder")
         if name.rpartition(".")[2] not in _COMPARED_ELSEWHERE:
             log_changed(name, given[name], saved[name])
 
@@ -115,10 +111,8 @@ def check_adapters(checkpoint: Mapping[str, Any], model: nn.Module | None) -> No
     """
     saved, now = checkpoint.get(ADAPTERS, {}), _adapters(model)
     if bool(saved) != bool(now) or any(saved.get(name, it) != it for name, it in now.items()):
-        raise ValueError(
-            f"the checkpoint was trained with {_words(saved)}, and this run has {_words(now)}: "
-            "continue it with the former (in Python LoraHparams), or start from its export"
-        )
+        told = f"the checkpoint was trained with {_words(saved)}, and this run has {_words(now)}"
+        raise ValueError(f"{told}: use the former (LoraHparams), or start from its export")
 
 
 def _adapters(model: nn.Module | None) -> dict[str, dict[str, Any]]:

@@ -49,11 +49,9 @@ def check_trainer(trainer: L.Trainer) -> None:
         ValueError: with the flag, its value, why that is wrong and the fix.
     """
     if getattr(trainer.lightning_module, "_compiler_ctx", None) is not None:
-        raise ValueError(
-            "torch.compile(module) compiles the training step, which torch cannot compile: give "
-            "the Trainer the module itself. Its decoder can be compiled: "
-            "module.configure_model(), then module.policy.model.base_model.compile()"
-        )
+        told = "torch.compile(module) cannot compile a training step: give the Trainer the module"
+        fix = "module.configure_model(), then module.policy.model.base_model.compile()"
+        raise ValueError(f"{told} itself, with its decoder compiled by {fix}")
     trains = trainer.state.fn == TrainerFn.FITTING
     problems = (*_rank_problems(trainer), *(_training_problems(trainer) if trains else ()))
     for is_wrong, problem in problems:
@@ -83,36 +81,33 @@ def _training_problems(trainer: Any) -> Iterator[tuple[bool, str]]:
     for found in (type(callback).__name__ for callback in trainer.callbacks):
         yield (
             found in ("LearningRateFinder", "BatchSizeFinder"),
-            f"callbacks={found}), of Lightning's Tuner: compare held-out figures of several "
-            "learning rates, as in rlhf-train -m module.sft.learning_rate=1e-5,3e-5; what fits "
-            "memory is micro_batch_size of the hyper-parameters, chosen where it is left out",
+            f"callbacks={found}), of Lightning's Tuner: compare runs of several learning_rate; a "
+            "micro_batch_size that fits memory is chosen where it is left out",
         )
     yield (
         bool(trainer.overfit_batches),
-        f"overfit_batches={trainer.overfit_batches}): give a DataModule with no more rows than "
-        "its batch_size, and max_iterations=..., that is limit_train_batches",
+        f"overfit_batches={trainer.overfit_batches}): give a DataModule with so few rows, and "
+        "max_iterations=...",
     )
     steps = module.num_steps
     epochs = "its default" if trainer.max_epochs in (None, 1000) else "given"
     yield (
         trainer.max_epochs != 1,
-        f"max_epochs={trainer.max_epochs}), {epochs}: a stage is one epoch, a second one would "
-        "repeat the sampling noise of the first: use max_epochs=1",
+        f"max_epochs={trainer.max_epochs}), {epochs}: a stage is one epoch: use max_epochs=1",
     )
     yield (
         trainer.max_steps != -1 and steps > 1 and not trainer.fast_dev_run,
-        f"max_steps={trainer.max_steps}) counts optimizer steps, up to {steps} an iteration "
-        "here: use max_steps=-1 and trainer_arguments(max_iterations=...), that is "
-        "limit_train_batches",
+        f"max_steps={trainer.max_steps}) counts optimizer steps, up to {steps} an iteration: use "
+        "max_steps=-1 and max_iterations=..., that is limit_train_batches",
     )
     yield (
         trainer.precision not in TRAINED_IN,
-        f"precision={trainer.precision!r}): weights are trained in fp32, as 16 bits lose the small "
-        f"updates of RLHF, and nothing scales the loss of fp16: use one of {', '.join(TRAINED_IN)}",
+        f"precision={trainer.precision!r}): weights are trained in fp32, as 16 bits lose small "
+        f"updates: use one of {', '.join(TRAINED_IN)}",
     )
     yield (
         any(isinstance(c, StochasticWeightAveraging) for c in trainer.callbacks),
-        "callbacks=StochasticWeightAveraging): it averages epochs, and a stage is one epoch: use "
+        "callbacks=StochasticWeightAveraging) averages epochs, and a stage is one epoch: use "
         "EMAWeightAveraging(decay=...)",
     )
     averages = [c for c in trainer.callbacks if isinstance(c, EMAWeightAveraging)]
@@ -124,8 +119,7 @@ def _training_problems(trainer: Any) -> Iterator[tuple[bool, str]]:
     stops = any(isinstance(c, EarlyStopping) for c in trainer.callbacks)
     yield (
         stops and not is_overridden("validation_step", module, L.LightningModule),
-        f"callbacks=EarlyStopping): {type(module).__name__} has no validation that could stop it: "
-        "leave it out",
+        f"callbacks=EarlyStopping): {type(module).__name__} has no validation: leave it out",
     )
 
 
@@ -141,10 +135,8 @@ def check_hooks(module: type) -> None:
         hook = inspect.unwrap(getattr(module, name))
         is_own = not hook.__module__.startswith("rlhf_lightning.")
         if is_own and name not in hook.__code__.co_names:
-            raise TypeError(
-                f"{hook.__qualname__} leaves out what {name} does in {ours[0].__name__}: call "
-                f"super().{name}(...) in it"
-            )
+            told = f"{hook.__qualname__} leaves out what {name} does in {ours[0].__name__}"
+            raise TypeError(f"{told}: call super().{name}(...) in it")
 
 
 def check_trained(module: Any) -> None:
@@ -156,12 +148,9 @@ def check_trained(module: Any) -> None:
     if module.skipped.num_iterations or module.trainer.global_step:
         return
     if all(parameter.grad is None for parameter in module.parameters()):
-        raise TypeError(
-            f"{type(module).__name__}.training_step trained nothing: Lightning takes no step under "
-            "manual optimization. Return super().training_step(...), or call "
-            "self.manual_backward(loss) and self.optimizers().step(); the loss alone is replaced "
-            "by surrogate= or policy_loss of PPO and GRPO"
-        )
+        name = f"{type(module).__name__}.training_step"
+        fix = "return super().training_step(...), or call manual_backward and optimizers().step()"
+        raise TypeError(f"{name} trained nothing, as optimization is manual: {fix}")
 
 
 def check_module(module: L.LightningModule) -> None:
@@ -176,22 +165,16 @@ def check_module(module: L.LightningModule) -> None:
     if not dtypes:
         raise ValueError("every weight of the module is frozen: call module.unfreeze()")
     if halves := dtypes & {torch.float16, torch.bfloat16}:
-        raise ValueError(
-            f"the weights to train are {halves.pop()}, and 16 bits lose the small updates of RLHF: "
-            "call module.float(); the Trainer's precision says what is computed in"
-        )
+        told = f"the weights to train are {halves.pop()}, and 16 bits lose small updates"
+        raise ValueError(f"{told}: call module.float()")
     trainer: Any = module.trainer
     if not len(trainer.optimizers) == len(trainer.lr_scheduler_configs) == 1:
-        raise TypeError(
-            f"{type(module).__name__}.configure_optimizers must return one optimizer with one "
-            "lr_scheduler, which takes a step each iteration: leave it out, and give "
-            "from_pretrained(optimizer=..., schedule=...)"
-        )
+        told = "configure_optimizers must return one optimizer with one lr_scheduler"
+        fix = "leave it out, and give from_pretrained(optimizer=..., schedule=...)"
+        raise TypeError(f"{type(module).__name__}.{told}: {fix}")
     if lost := [name for name, value in module.hparams.items() if not _is_plain(value)]:
-        raise TypeError(
-            f"save_hyperparameters kept {', '.join(lost)}, which no checkpoint can hold: use "
-            f"save_hyperparameters(ignore={lost})"
-        )
+        told = f"save_hyperparameters kept {', '.join(lost)}, which no checkpoint can hold"
+        raise TypeError(f"{told}: use save_hyperparameters(ignore={lost})")
 
 
 def _is_plain(value: Any) -> bool:
@@ -217,10 +200,8 @@ def check_data(module: Any) -> None:
     name, given = type(module).__name__, type(data).__name__
     kinds = module.kinds_of_records(module.algorithm)
     if data.kind not in kinds:
-        raise TypeError(
-            f"{name} trains on {' or '.join(kinds)}, and {given} gives {data.kind}: give a "
-            f"{module.data.__name__} of kind={kinds[0]}"
-        )
+        told = f"{name} trains on {' or '.join(kinds)}, and {given} gives {data.kind}"
+        raise TypeError(f"{told}: give a {module.data.__name__} of kind={kinds[0]}")
     tokenizer, theirs = module.tokenizer, data.tokenizer
     if tokenizer is not None and (what := tokenizer_difference(tokenizer, theirs)) is not None:
         told = f"{given} has another tokenizer than {name} ({what})"
@@ -242,11 +223,9 @@ def _check_context(
     shortest = min(models, key=lambda model: max_positions(model) or math.inf, default=None)
     limit = shortest and max_positions(shortest)
     if shortest and limit and sum(asked.values()) > limit:
-        raise ValueError(
-            f"{' + '.join(f'{key}={value}' for key, value in asked.items())} tokens are more than "
-            f"the {limit} (max_position_embeddings) that {shortest.name_or_path or 'the model'} "
-            f"reads: lower {' or '.join(asked)}"
-        )
+        told = f"{' + '.join(f'{key}={value}' for key, value in asked.items())} tokens are more"
+        read = f"than the {limit} that {shortest.name_or_path or 'the model'} reads"
+        raise ValueError(f"{told} {read}: lower {' or '.join(asked)}")
 
 
 @torch.no_grad()
@@ -261,23 +240,18 @@ def check_token_rows(model: Any, tokenizer: Any, used: Collection[int]) -> None:
     """
     weight = model.get_input_embeddings().weight
     if beyond := sorted(i for i in used if i >= len(weight)):
-        raise ValueError(
-            f"the data hold {token_names(beyond, tokenizer)} (id {beyond[0]} and up), and "
-            f"{type(model).__name__} has {len(weight)} embeddings: call "
-            f"resize_token_embeddings({len(tokenizer)}) on the model and save it, or take the "
-            "tokenizer that it was published with"
-        )
+        told = f"the data hold {token_names(beyond, tokenizer)} (id {beyond[0]} and up), and "
+        told += f"{type(model).__name__} has {len(weight)} embeddings"
+        fix = f"call resize_token_embeddings({len(tokenizer)}), or take its own tokenizer"
+        raise ValueError(f"{told}: {fix}")
     added = sorted(set(used) & set(tokenizer.added_tokens_decoder) - {tokenizer.pad_token_id})
     size, total = (whole(each.float()) for each in (weight.norm(dim=1), weight.sum(dim=1)))
     rows = list(zip(size.tolist(), total.tolist(), strict=True))
     times, least = Counter(rows), DEAD_ROW * float(size.median())
     if dead := [i for i in added if rows[i][0] <= least or times[rows[i]] > 1]:
-        logger.warning(
-            "the data has tokens with untrained embeddings, %s (0, or equal to others), which give "
-            "huge first gradients: start from a model that knows these tokens, or set their rows "
-            "to the mean of the others",
-            token_names(dead, tokenizer),
-        )
+        told = "the data has tokens with untrained embeddings, %s (0, or equal to others): "
+        told += "start from a model that knows them, or set their rows to the mean of the others"
+        logger.warning(told, token_names(dead, tokenizer))
 
 
 def _models(module: L.LightningModule) -> Iterator[PreTrainedModel]:
@@ -303,11 +277,9 @@ def check_whole_groups(module: type, group_size: int) -> None:
         return
     for name in ("policy_loss", "loss_terms"):
         if not getattr(module, name).__module__.startswith("rlhf_lightning."):
-            raise ValueError(
-                f"{module.__name__}.{name} is not ours, and micro-batches may part the "
-                f"{group_size} responses, which a prompt has: set whole_groups_in_micro_batches = "
-                "True on the class if the loss compares them, or False if it is a sum over rows"
-            )
+            told = f"{module.__name__}.{name} may compare a prompt's {group_size} responses"
+            fix = "set whole_groups_in_micro_batches = True on the class, or False if it does not"
+            raise ValueError(f"{told}, which micro-batches may part: {fix}")
 
 
 def check_ready(module: Any, counts: Sequence[int]) -> None:
@@ -324,10 +296,8 @@ def check_ready(module: Any, counts: Sequence[int]) -> None:
     if module.policy is None:
         raise RuntimeError(f"call {type(module).__name__}.configure_model() first")
     if len(set(counts)) > 1:
-        raise ValueError(
-            f"the ranks were given {', '.join(map(str, counts))} prompts: give each as many as the "
-            "others, as a PromptDataModule does"
-        )
+        told = f"the ranks were given {', '.join(map(str, counts))} prompts"
+        raise ValueError(f"{told}: give each as many, as a PromptDataModule does")
     data = getattr(module._trainer, "datamodule", None)
     known = data.summary.domains if isinstance(data, RecordDataModule) else None
     for name in module.controls.domain_weights:
@@ -374,10 +344,9 @@ def estimate(
     tensors = [isinstance(one, Tensor) for one in pair]
     if tensors[0] and (tensors[1] or (values is None and pair[1] is None)):
         return pair  # type: ignore[return-value]
-    raise TypeError(
-        f"{_name_of(estimator)} returned {shown(found)}: return (advantages, returns), each "
-        "[B, R]; returns, which the value model learns, are None only where there is none"
-    )
+    told = f"{_name_of(estimator)} returned {shown(found)}"
+    fix = "return (advantages, returns), each [B, R]; returns may be None without a value model"
+    raise TypeError(f"{told}: {fix}")
 
 
 def _name_of(part: object) -> str:
@@ -404,17 +373,13 @@ def check_sampler(module: Any, rollout: RolloutBatch) -> None:
         return
     sampler, setting = rollout.sampler_logprobs, f"module.{module.stage}.{setting}"
     if sampler is None:
-        raise ValueError(
-            f"{setting} needs the log-probabilities of the sampler, and "
-            f"{type(generator).__name__} gives none: use rollout=cached, or {other}"
-        )
+        told = f"{setting} needs log-probabilities, and {type(generator).__name__} gives none"
+        raise ValueError(f"{told}: use rollout=cached, or {other}")
     wrong = rollout.response_mask & ~sampler.isfinite() & rollout.logprobs.isfinite()
     if count := int(global_sum(wrong.sum())):
         name = getattr(generator, "name", type(generator).__name__)
-        raise RuntimeError(
-            f"{count} log-probabilities of {name} are not finite, and {setting} "
-            f"weighs tokens by them: mend the sampler, or use {other}"
-        )
+        told = f"{count} log-probabilities of {name}, which {setting} reads, are not finite"
+        raise RuntimeError(f"{told}: mend the sampler, or use {other}")
 
 
 def exceeds_target_kl(module: Any, measured: Mapping[str, Any]) -> bool:
@@ -431,9 +396,7 @@ def exceeds_target_kl(module: Any, measured: Mapping[str, Any]) -> bool:
     if target is None:
         return False
     if name not in measured:
-        raise ValueError(
-            f"{type(module.algorithm).__name__}.target_approx_kl={target:g} bounds {name}, and "
-            f"{module.policy_loss.__qualname__} returns only {sorted(measured)}: add {name} to "
-            "its metrics, or set target_approx_kl=None"
-        )
+        told = f"{type(module.algorithm).__name__}.target_approx_kl={target:g} bounds {name}"
+        found = f"{module.policy_loss.__qualname__} returns only {sorted(measured)}"
+        raise ValueError(f"{told}, and {found}: add it, or set target_approx_kl=None")
     return target < float(measured[name]) < math.inf

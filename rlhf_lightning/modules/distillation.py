@@ -79,10 +79,8 @@ class DistillationModule(OnPolicyModule):
             ValueError: if there is no teacher, or tokenizer or settings cannot be used.
         """
         if options["teacher"] is None:
-            raise ValueError(
-                f"{cls.__name__} learns from a teacher, and none is given: give teacher=FOLDER "
-                "(artifacts.teacher)"
-            )
+            fix = "give teacher=FOLDER (artifacts.teacher)"
+            raise ValueError(f"{cls.__name__} learns from a teacher: {fix}")
         hparams = {"distillation": distillation or DistillationHparams()}
         given = False if reward is None else reward
         return super().from_pretrained(policy, given, hparams, options)

@@ -117,10 +117,8 @@ class ReferenceLogprobs:
                 asked, collate = [rows[row] for row in numbers], data.collator(training=True)
                 table[list(numbers)] = self._of_rows(reference, asked, collate, module.device)
                 if not table[list(numbers)].isfinite().all():
-                    raise ValueError(
-                        "the reference gives non-finite log-probabilities to responses of the "
-                        "data: its weights are damaged or have diverged, start from another policy"
-                    )
+                    told = "the reference gives non-finite log-probabilities to responses"
+                    raise ValueError(f"{told}: start from another policy")
                 self.tables[split] = table.to(module.device)
         del reference
         release_freed_memory()

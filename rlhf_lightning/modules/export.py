@@ -64,10 +64,8 @@ def export_model(
     """
     model = getattr(module, "model", None) or getattr(module, "policy", None)
     if model is None or getattr(module, "tokenizer", None) is None:
-        raise ValueError(
-            f"{type(module).__name__} has no model to export: build it by from_pretrained() and "
-            "train it, or by load_from_checkpoint()"
-        )
+        told = f"{type(module).__name__} has no model to export"
+        raise ValueError(f"{told}: train it, or use load_from_checkpoint()")
     check_replaceable(folder)
     trained = TrainedModel(
         model,

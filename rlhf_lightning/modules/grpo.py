@@ -103,22 +103,15 @@ class PolicyGradientModule(OnPolicyModule):
         rounds, num_spares = self.algorithm.max_resampling_rounds, int(prompts.spare.sum())
         wanted = rounds * world_size() * (len(prompts) - num_spares)
         if not self.algorithm.rollout_lag and num_spares != wanted:
-            raise ValueError(
-                f"GRPOHparams.max_resampling_rounds={rounds} needs {wanted} spare rows, and the "
-                f"batch of {len(prompts)} has {num_spares}: train with a PromptDataModule, which "
-                "adds them"
-            )
+            told = f"GRPOHparams.max_resampling_rounds={rounds} needs {wanted} spare rows"
+            fix = "train with a PromptDataModule, which adds them"
+            raise ValueError(f"{told}, and the batch has {num_spares}: {fix}")
         sizes = prompts.group_ids.unique_consecutive(return_counts=True)[1]
         if len(sizes) != len(prompts.group_ids.unique()) or sizes.min() != sizes.max():
-            raise ValueError(
-                f"{type(self).__name__} was given groups of {int(sizes.min())} to "
-                f"{int(sizes.max())} rows that follow each other: give each prompt as many rows as "
-                "the others, next to each other, with one group_id"
-            )
+            told = f"prompts have {int(sizes.min())} to {int(sizes.max())} rows next to each other"
+            raise ValueError(f"{told}: give each prompt as many rows, with one group_id")
         if isinstance(self.estimator, GroupBaseline) and len(sizes) == len(prompts):
-            raise ValueError(
-                f"GRPOHparams.baseline={self.estimator.baseline} compares responses to a prompt, "
-                "and each has one: set data.num_generations=8, in Python "
-                "PromptDataModule(num_generations=8), or baseline=none"
-            )
+            told = f"GRPOHparams.baseline={self.estimator.baseline} compares responses to a prompt"
+            fix = "use data.num_generations=8, PromptDataModule(num_generations=8) or baseline=none"
+            raise ValueError(f"{told}, and each has one: {fix}")
         return super().collect_rollout(prompts, iteration)

@@ -111,10 +111,9 @@ class SkippedSteps:
             RuntimeError: if no iteration of it took an optimizer step.
         """
         if self.num_iterations and not self.num_taken:
-            raise RuntimeError(
-                f"no optimizer step was taken in {self.num_iterations} iterations: loss, gradients "
-                "or scores were not finite (see the warnings), or no response had a score"
-            )
+            why = "loss, gradients or scores were not finite (see the warnings), or no score"
+            told = f"no optimizer step was taken in {self.num_iterations} iterations"
+            raise RuntimeError(f"{told}: {why}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain values for a checkpoint, which is written between two iterations."""

@@ -117,10 +117,9 @@ def _computed(term: Term, micro_batch: TensorBatch, counts: Any) -> tuple[Tensor
     is_loss = isinstance(loss, Tensor) and loss.requires_grad and not loss.ndim
     if is_loss and isinstance(measures, Mapping) and all(map(_is_measure, measures.items())):
         return loss, measures  # type: ignore[return-value]
-    raise TypeError(
-        f"{getattr(term, '__qualname__', term)} returned {shown(found)}: return (loss, {{name: "
-        "measure}), each a micro-batch's share as a scalar tensor, the loss with its graph"
-    )
+    told = f"{getattr(term, '__qualname__', term)} returned {shown(found)}"
+    fix = "return (loss, {name: measure}), each a scalar tensor, the loss with its graph"
+    raise TypeError(f"{told}: {fix}")
 
 
 def _is_measure(item: tuple[str, Any]) -> bool:
@@ -163,13 +162,9 @@ def warn_of_unused_rate(optimizer: torch.optim.Optimizer) -> None:
     given = float(optimizer.defaults.get("lr", parameter.default))
     rates = [float(group["lr"]) for group in optimizer.param_groups]
     if given not in (parameter.default, *rates):
-        logger.warning(
-            "%s was made with lr=%g, which trains nothing: its groups have the learning rates of "
-            "the hyper-parameters, %s. Set learning_rate there",
-            type(optimizer).__name__,
-            given,
-            ", ".join(f"{rate:g}" for rate in rates),
-        )
+        told = "%s was made with lr=%g, which trains nothing: set learning_rate in hparams (%s)"
+        now = ", ".join(f"{rate:g}" for rate in rates)
+        logger.warning(told, type(optimizer).__name__, given, now)
 
 
 # What is no hyper-parameter: how a step is computed, and what a schedule keeps.
@@ -267,17 +262,12 @@ class IterationSchedule(LambdaLR):
         done, now = self.last_epoch, self.num_iterations
         if before != now:
             old, new = (self.schedule.factor(done, length) for length in (before, now))
-            logger.warning(
-                "this run has %s iterations, that of the checkpoint had %s: the learning rate goes "
-                "on by the schedule of %s, at %.3g of its full value where it would have been %.3g",
-                *(now, before, now, new, old),
-            )
+            told = "this run has %s iterations, that of the checkpoint had %s: the learning rate "
+            told += "is at %.3g of its full value where it would have been %.3g"
+            logger.warning(told, now, before, new, old)
         if done >= now:
-            logger.warning(
-                "the checkpoint has %s iterations of training, and this run has %s: it is over, "
-                "and nothing is trained. For more, give more iterations than %s",
-                *(done, now, done),
-            )
+            told = "the checkpoint has %s iterations, and this run has %s: it is over, give more"
+            logger.warning(told, done, now)
 
 
 def _same(value: Any, saved: Any) -> bool:

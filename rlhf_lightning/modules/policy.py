@@ -105,20 +105,17 @@ class PolicyModule(RLHFModule):
         super().__init__(algorithm, models, **parts)
         buffer, longest = algorithm.overlong_buffer, sampling.max_new_tokens
         if buffer is not None and buffer > longest:
-            raise ValueError(
-                f"{type(algorithm).__name__}.overlong_buffer={buffer} must be at most "
-                f"SamplingHparams.max_new_tokens={longest}: use about a fifth of it"
-            )
+            told = f"{type(algorithm).__name__}.overlong_buffer={buffer} is more than the response"
+            raise ValueError(f"{told}, max_new_tokens={longest}: use about a fifth of it")
         self.teacher, self.teacher_prompt = teacher, teacher_prompt
         made = SURROGATES[algorithm.surrogate]
         named = {item.name: getattr(algorithm, item.name) for item in fields(made)}
         self.surrogate: Surrogate = surrogate or made(**named)
         self.estimator = estimator or default_estimator
         if not hasattr(self.estimator, "scale_free"):
-            raise TypeError(
-                f"estimator={shown(self.estimator)} has no attribute scale_free: set it on the "
-                "class, True if a factor on all rewards of a group changes nothing, else False"
-            )
+            told = f"estimator={shown(self.estimator)} has no attribute scale_free"
+            fix = "set it on the class, True if a factor on all rewards of a group changes nothing"
+            raise TypeError(f"{told}: {fix}, else False")
         self.sampling = sampling
         self.scorer = scorer
         self.generator: Generator = generator
@@ -225,11 +222,9 @@ class PolicyModule(RLHFModule):
         """
         seed = self.noise.seed
         if self.trainer.ckpt_path is None and self.skipped.num_taken and seed == self.trained_seed:
-            raise ValueError(
-                f"{type(self).__name__} has been trained with seed={seed}, and another fit begins "
-                "with the same sampling noise: fit(ckpt_path=...) continues that run for more "
-                f"iterations, load_from_checkpoint(path, seed={seed + 1}) begins another one"
-            )
+            told = f"{type(self).__name__} has been trained with seed={seed}, whose noise repeats"
+            fix = f"use fit(ckpt_path=...), or load_from_checkpoint(path, seed={seed + 1}) to begin"
+            raise ValueError(f"{told}: {fix}")
         super().on_fit_start()
         if self.teacher is None:
             return
@@ -238,10 +233,8 @@ class PolicyModule(RLHFModule):
         if isinstance(data, PromptDataModule):
             rows = [row for split in ("train", "validation") for row in data.rows(split)]
             if self.teacher.prompt is not None and data.over_long == "truncate_left":
-                raise ValueError(
-                    "teacher_prompt is made of whole prompts, and over_long=truncate_left cuts "
-                    "those of the policy: use over_long=drop"
-                )
+                told = "over_long=truncate_left cuts those of the policy: use over_long=drop"
+                raise ValueError(f"teacher_prompt takes whole prompts, and {told}")
         columns = (row.columns for row in rows)
         self.teacher.check(columns, temperature=self.controls.temperature)
 
@@ -315,10 +308,8 @@ class PolicyModule(RLHFModule):
         """Check that a reward is known, and that no checkpoint names code or a server."""
         teacher = given.get("teacher")
         if is_address(teacher) and "teacher" not in changes:
-            raise ValueError(
-                f"{path} was trained with the teacher {teacher}, and no checkpoint sends anything "
-                "to a server: give load_from_checkpoint(path, teacher=...)"
-            )
+            told = f"{path} was trained with the teacher {teacher}, and no checkpoint"
+            raise ValueError(f"{told} calls a server: give load_from_checkpoint(path, teacher=...)")
         check_reward(path, given.get("reward"), is_given="reward" in changes)
         named = set(OBJECTS) - changes.keys()
         check_objects(path, {key: given.get(key) for key in sorted(named)})
@@ -353,19 +344,16 @@ def _teacher(
         changed = any(own.teacher_coef != type(own)().teacher_coef for own in owners)
         if template is not None or changed:
             name = "teacher_coef" if template is None else "teacher_prompt"
-            raise ValueError(
-                f"{name} is given, and {cls.__name__} has no teacher: give teacher=FOLDER "
-                "(artifacts.teacher), or leave it out"
-            )
+            told = f"{name} is given, and {cls.__name__} has no teacher"
+            raise ValueError(f"{told}: give teacher=FOLDER (artifacts.teacher), or leave it out")
         return None, {}
     prompt = None if template is None else TeacherPrompt(template, start.tokenizer)
     if is_address(teacher):
         whole = any(getattr(own, "learns_distributions", False) for own in hparams.values())
         if whole or hparams["sampling"].temperature != 1.0:
-            raise ValueError(
-                f"teacher={teacher} gives log-probabilities of given tokens at temperature 1: use "
-                "divergence=sampled and sampling.temperature=1, or a teacher in this process"
-            )
+            told = f"teacher={teacher} gives log-probabilities of given tokens at temperature 1"
+            fix = "use divergence=sampled and sampling.temperature=1, or a teacher in this process"
+            raise ValueError(f"{told}: {fix}")
         return None, {"teacher": ServerTeacher(str(teacher), start.tokenizer, prompt)}
     fix = "take a teacher of the policy's family, or train on its texts (SFT)"
     start.check_tokenizer("teacher", teacher, fix=fix)

@@ -164,7 +164,5 @@ class PPOModule(OnPolicyModule):
         warmup = self.algorithm.critic_warmup_iterations
         iterations = int(self.trainer.estimated_stepping_batches)
         if 0 < iterations <= warmup:
-            raise ValueError(
-                f"PPOHparams.critic_warmup_iterations={warmup} leaves none of {iterations} "
-                "iterations to train the policy: use fewer"
-            )
+            told = f"PPOHparams.critic_warmup_iterations={warmup} leaves none"
+            raise ValueError(f"{told} of {iterations} iterations to train the policy: use fewer")

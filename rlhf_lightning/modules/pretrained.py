@@ -161,10 +161,7 @@ class Start:
             options: all of `ModuleOptions`.
         """
         if tokenizer is None:
-            raise ValueError(
-                "from_scratch needs tokenizer=, whose vocabulary the model is made for, such as "
-                "demo_tokenizer()"
-            )
+            raise ValueError("from_scratch needs tokenizer=, such as demo_tokenizer()")
         if options["lora"] is not None:
             raise ValueError("lora adapts a trained model: give source= in place of from_scratch")
         given = options["chat_template"]
@@ -241,11 +238,9 @@ class Start:
         except (OSError, ValueError) as error:
             raise ValueError(f"{error}: {_WITHOUT_ADAPTER[argument]}") from error
         if files.base_fingerprint not in ("", self.source.fingerprint):
-            raise ValueError(
-                f"the adapter in {place} was trained on {files.base} and not on policy={name} "
-                f"({files.base_fingerprint[:12]}, {self.source.fingerprint[:12]}): "
-                f"give the former; or {_WITHOUT_ADAPTER[argument]}"
-            )
+            told = f"the adapter in {place} was trained on {files.base} and not on policy={name} "
+            told += f"({files.base_fingerprint[:12]}, {self.source.fingerprint[:12]})"
+            raise ValueError(f"{told}: give the former; or {_WITHOUT_ADAPTER[argument]}")
         if scale is not None:
             check_same_scale(files, scale, place)
 
@@ -297,10 +292,8 @@ def revived(given: dict[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
     if not all(isinstance(given.get(name), Mapping) for name in kinds):
         others = ("lora", "schedule")
         held = [k for k, v in given.items() if isinstance(v, Mapping) and k not in others]
-        raise ValueError(
-            f"the checkpoint holds the hyper-parameters {held}, expected {sorted(kinds)}: call "
-            "load_from_checkpoint of the module that was trained"
-        )
+        told = f"the checkpoint holds the hyper-parameters {held}, expected {sorted(kinds)}"
+        raise ValueError(f"{told}: call load_from_checkpoint of the module that was trained")
     known = {"lora": LoraHparams, "schedule": Schedule, **kinds}
     return {
         name: known[name](**value) if name in known and isinstance(value, Mapping) else value
@@ -328,16 +321,13 @@ def read_checkpoint(
         hint = f": give {last}" if last.exists() else ""
         raise CheckpointError(f"checkpoint_path={str(path)!r}: {error}{hint}") from error
     if not checkpoint.get(HYPER_PARAMETERS):
-        raise ValueError(
-            f"{path} holds no hyper-parameters of from_pretrained(): build the module as it was, "
-            "or use rlhf-export on its run folder"
-        )
+        fix = "build the module as it was, or use rlhf-export on its run folder"
+        raise ValueError(f"{path} holds no hyper-parameters of from_pretrained(): {fix}")
     given = dict(checkpoint[HYPER_PARAMETERS])
     is_file = "{" not in str(given.get("chat_template") or "{")
     unsafe = {"trust_remote_code": given.get("trust_remote_code"), "chat_template": is_file}
     for name in (name for name, is_so in unsafe.items() if is_so and name not in changes):
-        raise ValueError(
-            f"{path} was trained with {name}={given[name]!r}, and no checkpoint runs code or names "
-            f"files to read: give load_from_checkpoint(path, {name}=...) if you trust it"
-        )
+        fix = f"give load_from_checkpoint(path, {name}=...) if you trust it"
+        told = f"{path} was trained with {name}={given[name]!r}, and no checkpoint"
+        raise ValueError(f"{told} runs code or names files to read: {fix}")
     return checkpoint, given

@@ -75,10 +75,9 @@ def as_scorer(
     is_model = isinstance(reward, PreTrainedModel) or forward is L.LightningModule.forward
     if callable(reward) and not is_model:
         return FunctionScorer(reward)
-    raise TypeError(
-        f"reward={shown(reward)} is {type(reward).__name__}: give a function (prompts, "
-        "completions, **columns) -> list of numbers, a scorer, or the name of a reward model"
-    )
+    told = f"reward={shown(reward)} is {type(reward).__name__}"
+    fix = "give a function (prompts, completions, **columns), a scorer, or the name of a model"
+    raise TypeError(f"{told}: {fix}")
 
 
 def score_clip_of(clip: float | str | None, scorer: Scorer) -> float | None:
@@ -146,10 +145,8 @@ def check_reward(path: str | Path, reward: Any, *, is_given: bool) -> None:
     if reward is None or not (is_given or is_model or reward is False):
         why = "no checkpoint can hold" if reward is None else "is code, which no checkpoint runs"
         named = "function" if reward is None else repr(reward)
-        raise ValueError(
-            f"{path} was trained with a reward that {why}: give "
-            f"load_from_checkpoint(path, reward={named})"
-        )
+        fix = f"give load_from_checkpoint(path, reward={named})"
+        raise ValueError(f"{path} was trained with a reward that {why}: {fix}")
 
 
 def check_objects(path: str | Path, kept: Mapping[str, Any]) -> None:
@@ -160,7 +157,5 @@ def check_objects(path: str | Path, kept: Mapping[str, Any]) -> None:
     """
     for key, value in kept.items():
         if isinstance(value, str):
-            raise ValueError(
-                f"{path} was trained with {key}={value}, which no checkpoint can hold: give "
-                f"load_from_checkpoint(path, {key}={value})"
-            )
+            told = f"{path} was trained with {key}={value}, which no checkpoint can hold"
+            raise ValueError(f"{told}: give load_from_checkpoint(path, {key}={value})")
