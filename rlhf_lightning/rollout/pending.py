@@ -54,18 +54,14 @@ class PendingGeneration:
         """
         own, following = prompts[~prompts.spare], prompts[prompts.spare]
         if len(own) != len(following):
-            raise ValueError(
-                f"rollout_lag=1 needs as many spare prompts as prompts, and the batch has "
-                f"{len(following)} for {len(prompts)}: train with a PromptDataModule, which adds "
-                "them, or use rollout_lag=0"
-            )
+            told = f"rollout_lag=1 needs one spare a prompt, has {len(following)} for {len(own)}"
+            fix = "train with a PromptDataModule, which adds them, or use rollout_lag=0"
+            raise ValueError(f"{told}: {fix}")
         generation = self.take(iteration, own)
         if generation is None:
             if iteration > 0:
-                raise RuntimeError(
-                    f"the responses of iteration {iteration + 1} are missing, and rollout_lag=1 "
-                    "samples them one iteration ahead: start again with resume=never"
-                )
+                told = f"the responses of iteration {iteration + 1} are missing"
+                raise RuntimeError(f"{told}: start again with resume=never")
             generation = sample(own, iteration, generator)
         if not is_last:
             begin = getattr(generator, "begin", None)
@@ -96,10 +92,8 @@ class PendingGeneration:
         self._wait_for_generation()
         same = prompts.row_ids.unsqueeze(1) == self.rows["row_ids"].to(prompts.row_ids.device)
         if not bool(same.any(1).all()):
-            raise ValueError(
-                f"the responses of iteration {iteration + 1} were sampled for other prompts: the "
-                "data has changed; start again with resume=never"
-            )
+            told = f"the responses of iteration {iteration + 1} were sampled for other prompts"
+            raise ValueError(f"{told}: the data has changed; start again with resume=never")
         index = same.int().argmax(1)
         rows = {name: value.to(index.device)[index] for name, value in self.rows.items()}
         width = max(int(rows["response_mask"].sum(-1).max()), 1)

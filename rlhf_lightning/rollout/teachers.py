@@ -148,17 +148,14 @@ class TeacherPrompt:
         """
         for number, columns in enumerate(prompts, start=1):
             if columns.get(CONVERSATION) == RENDERED:
-                raise ValueError(
-                    f"teacher_prompt={self.template!r}: prompt {number} is rendered by a chat "
-                    "template, and text around it would be in no turn. Give the messages"
-                )
+                told = f"teacher_prompt={self.template!r}: prompt {number} is rendered by a chat"
+                raise ValueError(f"{told} template, which no text can be around. Give the messages")
             lacking = [name for name in self.fields if not as_text(columns.get(name)).strip()]
             if lacking:
                 known = ", ".join(sorted(columns.keys() - {CONVERSATION}))
-                raise ValueError(
-                    f"teacher_prompt={self.template!r}: prompt {number} has no "
-                    f"{', '.join(lacking)}: leave it out of the data, or take a column of {known}"
-                )
+                told = f"teacher_prompt={self.template!r}: prompt {number} has no "
+                fix = f"leave it out of the data, or take a column of {known}"
+                raise ValueError(f"{told}{', '.join(lacking)}: {fix}")
 
     def before(self, responses: Responses) -> Responses:
         """Return the responses behind the prompts of the teacher, `[B, P' + R]`.
@@ -218,10 +215,8 @@ class ServerTeacher:
         parts = urlsplit(url)
         self.url = f"{parts.scheme}://{parts.netloc}"
         if parts.query or parts.fragment or parts.path.rstrip("/") not in ("", "/v1"):
-            raise ValueError(
-                f"teacher={self.url}/... must be http://HOST[:PORT], with /v1 or nothing behind "
-                f"it; a key belongs into the environment variable {KEY}"
-            )
+            told = f"teacher={self.url}/... must be http://HOST[:PORT], with /v1 or nothing"
+            raise ValueError(f"{told} behind it; a key belongs into the environment variable {KEY}")
         self.tokenizer: Any = tokenizer
         self.prompt = prompt
         self._is_checked = False
@@ -244,10 +239,9 @@ class ServerTeacher:
 
     def _check_temperature(self, temperature: float, *, with_states: bool = False) -> None:
         if temperature != 1.0 or with_states:
-            raise ValueError(
-                f"teacher={self.url} gives log-probabilities of given tokens at temperature 1: "
-                "use divergence=sampled and temperature 1, or a teacher in this process"
-            )
+            told = f"teacher={self.url} gives log-probabilities of given tokens at temperature 1"
+            fix = "use divergence=sampled and temperature 1, or a teacher in this process"
+            raise ValueError(f"{told}: {fix}")
 
     def _check_tokenizer(self) -> None:
         size = len(self.tokenizer)
@@ -257,10 +251,9 @@ class ServerTeacher:
         own = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         (reply,) = self._asked("/tokenize", [{"prompt": text, "add_special_tokens": False}])
         if not isinstance(reply, Mapping) or reply.get("tokens") != own:
-            raise ValueError(
-                f"teacher={self.url} reads a text of the policy as other tokens: it has another "
-                "tokenizer. Take a teacher of the policy's family, or train on its texts (SFT)"
-            )
+            told = f"teacher={self.url} reads other tokens: it has another tokenizer"
+            fix = "Take a teacher of the policy's family, or train on its texts (SFT)"
+            raise ValueError(f"{told}. {fix}")
         self._is_checked = True
 
     @torch.no_grad()
@@ -313,10 +306,9 @@ class ServerTeacher:
             found = [None]
         fits = [type(v) in (int, float) and VLLM_MINUS_INFINITY < v <= LARGEST for v in found]
         if not all(fits):
-            raise ServiceError(
-                f"{self.url} returned {found[fits.index(False)]!r:.40} as the log-probability of a "
-                "token: a server of vLLM without --logprobs-mode gives finite ones, at most 0"
-            )
+            value = f"{found[fits.index(False)]!r:.40} as the log-probability of a token"
+            fix = "a server of vLLM without --logprobs-mode gives finite ones, at most 0"
+            raise ServiceError(f"{self.url} returned {value}: {fix}")
         return [float(value) for value in found]
 
 

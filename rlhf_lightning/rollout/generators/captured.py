@@ -158,10 +158,7 @@ class CapturedGenerator(CachedGenerator):
         if self.capture is None and not on_cuda:
             return False
         if self.capture and not on_cuda:
-            raise ValueError(
-                f"rollout.capture=true needs a CUDA device, the model is on {model.device}: "
-                "leave it out"
-            )
+            raise ValueError(f"rollout.capture=true needs CUDA, not {model.device}: leave it out")
         reason = why_not_captured(model.config, columns)
         if reason is None:
             return True

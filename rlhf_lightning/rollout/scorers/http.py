@@ -203,10 +203,9 @@ class HttpScorer(ModelFree):
             found = None
         found = found if isinstance(found, list) and len(found) == count else [None]
         if not all(type(x) in (int, float) and abs(x) <= LARGEST for x in found):
-            raise ServiceError(
-                f"{self.hparams.url} returned {reply!r:.200} for {count} responses: return a list "
-                f"of finite numbers, one a response, at scorer.response={'.'.join(self.path)}"
-            )
+            told = f"{self.hparams.url} returned {reply!r:.200} for {count} responses"
+            fix = f"return a list of finite numbers at scorer.response={'.'.join(self.path)}"
+            raise ServiceError(f"{told}: {fix}")
         return [float(score) for score in found]
 
 

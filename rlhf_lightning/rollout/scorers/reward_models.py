@@ -23,10 +23,8 @@ DISAGREEMENT = "disagreement"
 
 def _check_members(sources: Sequence[PathOrName]) -> Sequence[PathOrName]:
     if len(sources) < 2 or len(set(map(str, sources))) < len(sources):
-        raise ValueError(
-            f"={sources!r}: an ensemble needs two or more different reward models: "
-            "scorer.sources=[FOLDER,FOLDER]"
-        )
+        told = f"={sources!r}: an ensemble needs two or more different reward models"
+        raise ValueError(f"{told}: scorer.sources=[FOLDER,FOLDER]")
     return sources
 
 
@@ -145,7 +143,5 @@ class RewardAdapterScorer(RewardModelScorer):
 
 
 def _not_alone() -> Any:
-    raise ValueError(
-        "scorer=reward_adapter shares the policy's base: train PPO with lora=lora, or use "
-        "scorer=reward_model, which loads the merged reward model by itself"
-    )
+    fix = "train PPO with lora=lora, or use scorer=reward_model, which needs no base"
+    raise ValueError(f"scorer=reward_adapter shares the policy's base: {fix}")

@@ -85,19 +85,15 @@ class TextRewardModelScorer:
             own = self.revision if source == self.source else None
             self.tokenizer = as_saved(source, loading_options(source, revision=own))
             if not self.tokenizer.is_fast:
-                raise ValueError(
-                    f"the tokenizer of {source} is no fast one, which separates prompt and "
-                    "response: serve the model and use scorer=http"
-                )
+                told = f"the tokenizer of {source} is no fast one"
+                raise ValueError(f"{told}: serve the model and use scorer=http")
             model = load_classifier(self.source, revision=self.revision, dtype=hparams.dtype)
             names = {int(index): str(name) for index, name in model.model.config.id2label.items()}
             label: Any = 0 if hparams.label is None and len(names) == 1 else hparams.label
             self.label: Any = {name: i for i, name in names.items()}.get(label, label)
             if self.label not in names:
-                raise ValueError(
-                    f"scorer.label={label!r}: the reward model has {len(names)} labels, say which "
-                    f"one is rewarded, by name or index: {names}"
-                )
+                told = f"scorer.label={label!r}: the reward model has {len(names)} labels"
+                raise ValueError(f"{told}, say which one is rewarded, by name or index: {names}")
             self.output = self._output(model)
             found = reward_normalization(model.model.config, self.source)
             if found is not None and not self.normalized:
@@ -123,11 +119,9 @@ class TextRewardModelScorer:
         kind = config.problem_type if config.num_labels > 1 else None
         unknown = config.num_labels > 2 and kind is None and output is None
         if unknown or (kind == "regression" and output not in (None, "logit")):
-            raise ValueError(
-                f"scorer.output={output}: {self.source} has {config.num_labels} labels and "
-                f"problem_type={kind} in its config.json: use scorer.output=logit for labels that "
-                "are ratings, log_odds or probability for classes"
-            )
+            told = f"scorer.output={output}: {self.source} has {config.num_labels} labels and "
+            told += f"problem_type={kind} in its config.json"
+            raise ValueError(f"{told}: use scorer.output=logit for ratings, log_odds for classes")
         return output or ("logit" if kind == "regression" else "log_odds")
 
     @torch.no_grad()
@@ -163,12 +157,11 @@ class TextRewardModelScorer:
         if self.tells_over_long and over_long.any():
             self.tells_over_long = False
             told = int(over_long.sum()), self.encode.max_length, self.source, self.name
-            logger.warning(
+            what = (
                 "%d responses are longer than the %s tokens that %s reads, by themselves, and are "
-                "scored by what fits (see %s_over_long): raise scorer.max_length or lower "
-                "module.sampling.max_new_tokens",
-                *told,
             )
+            fix = "raise scorer.max_length or lower module.sampling.max_new_tokens"
+            logger.warning(f"{what}scored by what fits (see %s_over_long): {fix}", *told)
         total = (reward - self.hparams.mean) / self.hparams.std  # [B]
         return Scores(total, {self.name: total, f"{self.name}_over_long": over_long})
 
@@ -178,24 +171,17 @@ class TextRewardModelScorer:
             limits = (positions, self.tokenizer.model_max_length)
             max_length = min((n for n in limits if n and n < NO_LIMIT), default=None)
         elif positions is not None and max_length > positions:
-            raise ValueError(
-                f"scorer.max_length={max_length} is more than the {positions} positions of "
-                f"{type(model.model).__name__}: use at most {positions}"
-            )
+            told = f"scorer.max_length={max_length} is more than the {positions} positions of"
+            raise ValueError(f"{told} {type(model.model).__name__}: use at most {positions}")
         renderer = Renderer(self.tokenizer)
         what, ending = self.hparams.input_format, self.hparams.ending
         if not model.reads_last_token and ending in (None, "template"):
             return ClassifierInputs(renderer, what, max_length)
         if not model.reads_last_token or what != "text":
-            raise ValueError(
-                f"scorer.input_format={what}, scorer.ending={ending}: {self.source} does not fit: "
-                "use scorer.input_format=text for a decoder, which is read at its last token, and "
-                "leave scorer.ending out for any other classifier, whose tokenizer ends its texts"
-            )
+            told = f"scorer.input_format={what}, scorer.ending={ending}: {self.source} does not fit"
+            fix = "use scorer.input_format=text for a decoder, leave scorer.ending out for another"
+            raise ValueError(f"{told}: {fix}")
         if ending in (None, "eos") and model.model.config.pad_token_id in eos_ids(model.model):
-            logger.warning(
-                "the pad token of %s is its EOS: its score is read at EOS, and by transformers one "
-                "token earlier. If it was trained to be read there, set scorer.ending=none",
-                self.source,
-            )
+            told = "the pad token of %s is its EOS: its score is read at EOS, by transformers a "
+            logger.warning(f"{told}token earlier: for that set scorer.ending=none", self.source)
         return LastTokenInputs(renderer, ending or "eos", max_length)

@@ -85,10 +85,8 @@ class NumberReward:
                 f"strict={self.strict} reads numbers behind the marker alone: use fallback=none"
             )
         if not self.right > self.wrong + max(self.answered, 0.0):
-            raise ValueError(
-                f"right={self.right:g} must be more than wrong={self.wrong:g} plus "
-                f"answered={self.answered:g}, or a wrong number is worth as much"
-            )
+            told = f"right={self.right:g} must be more than wrong={self.wrong:g} plus "
+            raise ValueError(f"{told}answered={self.answered:g}: a wrong number is worth as much")
 
     def __call__(
         self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
@@ -128,10 +126,8 @@ class NumberReward:
             ValueError: if the column is missing, or a text in it gives no number.
         """
         if self.column not in columns:
-            raise ValueError(
-                f"the prompts have no column {self.column!r} with the right answers, only "
-                f"{sorted(columns)}: name it with column="
-            )
+            told = f"the prompts have no column {self.column!r}, only {sorted(columns)}"
+            raise ValueError(f"{told}: name the one of right answers by column=")
         numbers: list[Decimal | str] = []
         for value in columns[self.column]:
             # A table may have whole numbers as floats.
