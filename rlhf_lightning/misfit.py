@@ -192,6 +192,7 @@ def _fields(hint: Any, place: Iterable[int | str] = ()) -> Mapping[Any, Any]:
 
 _WORDS = {
     **dict.fromkeys(("sequence_str", "list_type", "tuple_type", "is_instance_of"), "a list"),
+    **dict.fromkeys(("byte_size", "byte_size_unit"), "80GiB, 24GB or a number of bytes"),
     "model_type": "a group of settings",
     "string_unicode": "text that UTF-8 can encode",
     "path_type": "a path",

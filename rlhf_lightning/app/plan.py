@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, PretrainedConfig
@@ -94,9 +92,8 @@ class Plan:
     @cached_property
     def memory(self) -> int | None:
         """The memory of one device, as given or as this machine has it; None if unknown."""
-        given = self.group.device_memory
-        if given is not None:
-            return _parse_bytes(given)
+        if self.group.device_memory is not None:
+            return self.group.device_memory
         if self.device == "cuda":
             here = torch.cuda.is_available()
             return torch.cuda.get_device_properties(0).total_memory if here else None
@@ -333,17 +330,6 @@ def _device(settings: TrainSettings, group: PlanGroup) -> str:
     accelerator = settings.trainer.accelerator
     asked = accelerator in ("gpu", "cuda") or group.device_memory is not None
     return "cuda" if accelerator != "cpu" and (asked or torch.cuda.is_available()) else "cpu"
-
-
-def _parse_bytes(given: str | float) -> int:
-    try:
-        found = TypeAdapter(ByteSize).validate_python(given)
-    except ValidationError:
-        found = ByteSize(0)
-    if found <= 0 or not re.fullmatch(r"\s*[\d.e+]+\s*\w*\s*", str(given)):
-        wanted = "write 80GiB, 24GB or a number of bytes"
-        raise ConfigError(f"plan.device_memory={given!r} is no size: {wanted}")
-    return found
 
 
 def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:

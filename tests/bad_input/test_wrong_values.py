@@ -309,7 +309,7 @@ COMMANDS += [
         "data.max_prompt_length=8000",
         "use data.max_prompt_length=",
     ),
-    ("plan", "+experiment=ppo plan.device_memory=much", "plan.device_memory='much'", ""),
+    ("plan", "+experiment=ppo plan.device_memory=much", "plan.device_memory='much'", "80GiB, 24GB"),
     (
         "plan",
         "+experiment=ppo model=pretrained artifacts.sft=org/name",

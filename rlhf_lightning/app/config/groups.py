@@ -10,6 +10,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -390,7 +391,7 @@ class PlanGroup(Settings):
         format: table, or json for programs.
     """
 
-    device_memory: str | float | None = None
+    device_memory: Annotated[ByteSize, BeforeValidator(str), Field(gt=0)] | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     format: Literal["table", "json"] = "table"
 
