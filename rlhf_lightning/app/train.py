@@ -32,7 +32,7 @@ from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
-from rlhf_lightning.app.config.ways import as_typed
+from rlhf_lightning.app.config.ways import FITTED, TYPED
 from rlhf_lightning.app.evaluation import TrainingComponents, gates_of, measure
 from rlhf_lightning.app.failures import REFUSALS, exit_with, explain_failure, refusing
 from rlhf_lightning.app.model_export import export_trained
@@ -106,7 +106,7 @@ def run(settings: TrainSettings, folder: RunFolder, overrides: list[str]) -> Sum
         settings.stage, seed=settings.seed, config_hash=settings.config_hash, title=settings.title
     )
     begun = resumed(begun, folder) if continued else begun
-    begun = replace(begun, about=_typed(settings, overrides))
+    begun = replace(begun, about=about_words(overrides))
     summary = replace(begun, judged=not settings.only_runs)
     started = time.perf_counter()
     claim = partial(claim_run, folder.path, lambda: check_folder(settings, folder))
@@ -139,9 +139,10 @@ def _with_models(settings: TrainSettings, overrides: list[str]) -> TrainSettings
     return settings.updated({f"artifacts.{kind}": source for kind, source in models.items()})
 
 
-def _typed(settings: TrainSettings, overrides: list[str]) -> dict[str, str]:
+def about_words(overrides: list[str]) -> dict[str, str]:
     """Return what the user wrote, and what was fitted to it, as the page shows them."""
-    typed, fitted = as_typed(overrides, settings)
+    typed = TYPED if TYPED and not in_sweep() else overrides
+    fitted = [one for one in overrides if one.startswith(FITTED) and one not in typed]
     command = shlex.join(["rlhf-train", *map(without_folders, public_words(typed))])
     return {"command": command} | ({"fitted to the context": ", ".join(fitted)} if fitted else {})
 

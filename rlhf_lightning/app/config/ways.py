@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import OmegaConf
@@ -32,12 +32,9 @@ from rlhf_lightning.app.config.compose import (
 )
 from rlhf_lightning.app.config.errors import ADDED, OF_TRAINING, composition
 from rlhf_lightning.misfit import did_you_mean, near_path
-from rlhf_lightning.runs.folder import RunFolder, run_behind
+from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.manifest import is_available, no_model
 from rlhf_lightning.runs.reading import read_json, read_yaml
-
-if TYPE_CHECKING:
-    from rlhf_lightning.app.config.settings import TrainSettings
 
 _ENDINGS = re.compile(r"(\.(jsonl?|csv|tsv|parquet|arrow|gz))+$")
 _HYDRA_TAKES_A_WORD = ("--cfg", "-c", "--info", "-i", "--package", "-p")
@@ -50,6 +47,8 @@ _FLAGS = (*_WITH_VALUE, "--as-python", "--resolve", "--run", "--multirun", "--hy
 _SAMPLED = "module.sampling.max_new_tokens"
 _HALVES = ("data.max_prompt_length", _SAMPLED)
 _WHOLE, _ANSWERED = "data.max_length", "evaluation.max_new_tokens"
+FITTED = (*_HALVES, _WHOLE, _ANSWERED)
+TYPED: list[str] = []  # the short command line that was spelled out last, its reward behind it
 _SAYS_LENGTHS = re.compile(r"\+*((dataset|model|preset)=|[\w.]*(lengths\b|max_\w+))")
 FOLDERS = "config_dir"
 # By words of a pipeline's command line: all trainings, or a stage.
@@ -105,33 +104,6 @@ def short_words(experiment: str, start: str, model: str, file: str) -> list[str]
     name = _folder_name(_ENDINGS.sub("", Path(file).name))
     named = ["dataset=files", word("dataset.path", file), word("dataset.name", name)]
     return [*found, word(start, model), *(named if file else ())]
-
-
-def as_typed(words: Sequence[str], settings: TrainSettings) -> tuple[list[str], list[str]]:
-    """Return the words of a training in the short way, if they can be, and its fitted lengths.
-
-    Args:
-        words: overrides of its command line.
-        settings: its settings.
-    """
-    plain = {one.lstrip("+"): one for one in words}
-    start = str(settings.start)
-    file = str(settings.select("dataset.path")) if "dataset=files" in plain else ""
-    experiment = next((one[11:] for one in plain if one.startswith("experiment=")), "")
-    key = f"artifacts.{settings.spec.starts_from}"
-    made = {one.lstrip("+") for one in short_words(experiment, key, start, file)}
-    if not {*replaced(sorted(made), sorted(plain))} <= plain.keys():
-        return list(words), []
-    half, reward = (context := _context(start) or 0) // 2, list[str]()
-    room = dict.fromkeys((*_HALVES, _ANSWERED), half) | {_WHOLE: context}
-    fitted = {word(key, most) for key, most in room.items()}
-    scored = {"scorer=function", word("scorer.function", settings.select("scorer.function"))}
-    if scored | {"artifacts.reward=null"} <= plain.keys():
-        made |= {*scored, "artifacts.reward=null", "module.value_head=zero"}
-        reward = ["--reward", str(settings.select("scorer.function"))]
-    rest = [one for name, one in plain.items() if name not in fitted | made]
-    typed = [experiment, run_behind(start), *([file] if file else ()), *rest, *reward]
-    return typed, [one for one in plain if one in fitted]
 
 
 def scorer_words(functions: Sequence[str]) -> list[str]:
@@ -213,6 +185,9 @@ def spelled_out(words: Sequence[str], command: str = "train") -> list[str]:
     named = next((one.partition("=")[2] for one in plain if one.startswith("+experiment=")), None)
     if command in TRAINING and bare and named is None:
         rest = [each for each in plain if each not in bare]
+        rewards = (each for one in functions for each in ("--reward", one))
+        own = [each for each in rest if not each.startswith("hydra.")]
+        TYPED[:] = [*bare, *own, *(word("artifacts.reward", one) for one in models), *rewards]
         plain = _of_experiment(bare, rest, functions, models)
     elif functions or models:
         experiment = read_experiment(named) if named else None
