@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_lightning.app.build import begin_run
-from rlhf_lightning.app.command_line import check_command_line, run_in_folder, run_job, say, started
+from rlhf_lightning.app.command_line import run_in_folder, run_job, say, started
 from rlhf_lightning.app.config.commands import CollectSettings
 from rlhf_lightning.app.config.compose import ConfigError, register
 from rlhf_lightning.app.config.saved import keep_configuration
@@ -278,5 +278,4 @@ def _run_or_wait(settings: CollectSettings, folder: RunFolder, overrides: list[s
 
 def main() -> None:
     """Run the command line."""
-    check_command_line("collect")
     run_job("collect", _job)

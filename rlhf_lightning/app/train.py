@@ -323,5 +323,4 @@ def main() -> None:
         with ended_in_one_line():
             say(as_python(settings, sys.argv[1:]))
         return
-    check_command_line("train")
     run_job("train", _job)

@@ -17,6 +17,7 @@ from rlhf_lightning import PolicyGradientModule
 from rlhf_lightning.app import plan, train
 from rlhf_lightning.app.as_python import as_python
 from rlhf_lightning.app.config.settings import TrainSettings
+from rlhf_lightning.app.start import start as start_command
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.summary import read_summary
 from tests.builders.command_lines import ROOT, SMALL, overrides_of, settings_of
@@ -147,11 +148,11 @@ def test_commands_take_its_folder_of_configurations(start, monkeypatch, capsys) 
     plan.main()
     assert {"generate", "update"} <= set(json.loads(capsys.readouterr().out)["phases"])
     monkeypatch.setattr("sys.argv", ["train", *given, "--as-python"])
-    train.main()
+    start_command("train")
     assert "reward=WordScorer(wanted=6),\n" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["train", *given, "module.online_dpo.betta=1"])
     with pytest.raises(SystemExit):
-        train.main()
+        start_command("train")
     assert "did you mean module.online_dpo.beta" in capsys.readouterr().err
 
 
