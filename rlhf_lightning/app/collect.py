@@ -13,7 +13,7 @@ from typing import Any
 from rlhf_lightning.app.build import begin_run
 from rlhf_lightning.app.command_line import run_in_folder, run_job, say, started
 from rlhf_lightning.app.config.commands import CollectSettings
-from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.failures import refusing
 from rlhf_lightning.app.next_command import after_collecting
@@ -28,7 +28,6 @@ from rlhf_lightning.app.sweep import in_sweep
 from rlhf_lightning.callbacks.console import print_verdict
 from rlhf_lightning.data.records import PromptRecord, first_of_each, question_key
 from rlhf_lightning.data.summary import warn_of_plain_prompts
-from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.preferences.annotators import PeopleNeededError
 from rlhf_lightning.preferences.candidates import Sampling, grid, load_candidate_policy
 from rlhf_lightning.preferences.collection import Lab, RejectionSampler
@@ -46,8 +45,6 @@ from rlhf_lightning.runs.lock import artifact_lock, drop_unused
 from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
 
-register()
-prepare_process()
 PEOPLE_NEEDED = 3  # exit status: people have to label before the run can continue
 DATA = "data"
 

@@ -17,7 +17,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 
 from rlhf_lightning.app.config.commands import COMMANDS
-from rlhf_lightning.app.config.compose import conf_dir
+from rlhf_lightning.app.config.compose import conf_dir, register
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.validate import load_settings
 from rlhf_lightning.app.failures import REFUSALS, exit_with
@@ -25,11 +25,15 @@ from rlhf_lightning.app.run_claim import hydra_log
 from rlhf_lightning.app.start import MISTAKE, fail, read_words, words_of
 from rlhf_lightning.app.sweep import SweepEnd
 from rlhf_lightning.distributed.launch import broadcast_from_rank0, end_process, launch_time
+from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.runs.folder import RunFolder
 from rlhf_lightning.runs.lock import drop_refused
 from rlhf_lightning.runs.public_config import without_folders
 from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, write_summary
+
+register()
+prepare_process()
 
 
 def say(text: str) -> None:

@@ -24,7 +24,7 @@ from rlhf_lightning.app.command_line import (
     started,
 )
 from rlhf_lightning.app.config.commands import EvaluateSettings
-from rlhf_lightning.app.config.compose import ConfigError, keys_of, register, texts
+from rlhf_lightning.app.config.compose import ConfigError, keys_of, texts
 from rlhf_lightning.app.config.groups import MODELS
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.evaluation import comparison_arguments, gates_of
@@ -38,7 +38,6 @@ from rlhf_lightning.data.records import Split
 from rlhf_lightning.data.sources.base import FileSource, RowSource
 from rlhf_lightning.data.sources.given import WholeSource, files_of
 from rlhf_lightning.data.summary import warn_of_plain_prompts
-from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.evaluation import human
 from rlhf_lightning.evaluation.benchmarks import score_candidates
 from rlhf_lightning.evaluation.generate import PolicyAnswers, Sampling
@@ -61,8 +60,6 @@ from rlhf_lightning.runs.stopping import stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, read_summary, write_summary
 from rlhf_lightning.text.tokenizers import load_tokenizer
 
-register()
-prepare_process()
 PEOPLE = "human"  # folder of what raters see, and of its key
 UNLIMITED = 1 << 30
 _MISFITS = (StoreError, OSError, ValueError, TypeError, ImportError)  # of files, models, settings

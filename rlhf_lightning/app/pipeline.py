@@ -26,7 +26,7 @@ from rlhf_lightning.app.command_line import (
     this_job,
 )
 from rlhf_lightning.app.config.commands import PipelineSettings
-from rlhf_lightning.app.config.compose import ConfigError, register
+from rlhf_lightning.app.config.compose import ConfigError
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.validate import read_settings
 from rlhf_lightning.app.pipeline_steps import Step, check_pipeline, plan
@@ -46,7 +46,6 @@ from rlhf_lightning.runs.summary import (
     write_summary,
 )
 
-register()
 RECORD = "stages.json"
 GATE_FAILED, STOPPED = 4, (3, 75, 130)  # exit statuses; 3: people have to label
 

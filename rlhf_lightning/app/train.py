@@ -28,7 +28,6 @@ from rlhf_lightning.app.command_line import (
     say,
     this_job,
 )
-from rlhf_lightning.app.config.compose import register
 from rlhf_lightning.app.config.inherit import command_settings
 from rlhf_lightning.app.config.saved import keep_configuration
 from rlhf_lightning.app.config.settings import TrainSettings
@@ -58,7 +57,6 @@ from rlhf_lightning.distributed.launch import (
     own_agreements,
     own_meeting_place,
 )
-from rlhf_lightning.distributed.process import prepare_process
 from rlhf_lightning.models.precision import set_matmul_precision
 from rlhf_lightning.models.quiet import quieten
 from rlhf_lightning.modules.base import RLHFModule
@@ -71,8 +69,6 @@ from rlhf_lightning.runs.stopping import RunStoppedError, stopping_on_signals
 from rlhf_lightning.runs.summary import Summary, figure, new_summary, resumed, write_summary
 
 logger = logging.getLogger(__name__)
-register()
-prepare_process()
 
 
 @own_agreements()
