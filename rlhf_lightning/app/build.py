@@ -13,7 +13,7 @@ from typing import Any, cast
 import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from rlhf_lightning.app.config.commands import CollectSettings, EvaluateSettings
 from rlhf_lightning.app.config.compose import ConfigError, texts
@@ -236,22 +236,20 @@ def choose_rates(settings: TrainSettings) -> tuple[dict[str, float], tuple[str, 
 
 
 def _count(settings: TrainSettings, key: str) -> int:
+    """Return the weights of the causal language model that is loaded; nothing is allocated."""
     config = model_config(settings)
     try:
-        return count_weights(config, trust_remote_code=settings.model.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=settings.model.trust_remote_code
+            )
+        return sum(parameter.numel() for parameter in model.parameters())
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"{key} follows the size of {settings.start or 'the model'}, which its config does not "
             f"give ({reason}): set {key}=1.0e-5 or what suits the model, as docs/models.md has it"
         ) from error
-
-
-def count_weights(config: PretrainedConfig, *, trust_remote_code: bool = False) -> int:
-    """Return the weights of a causal language model of this config; nothing is allocated."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def make_trainer(
