@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import lightning as L
-from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from rlhf_lightning.app.config.commands import EvaluateSettings
@@ -30,7 +29,6 @@ from rlhf_lightning.runs.folder import RunFolder, read_metrics
 from rlhf_lightning.runs.summary import GateResult
 
 logger = logging.getLogger(__name__)
-ModelT = TypeVar("ModelT", bound=nn.Module)
 SHOWN = 10  # responses before and after, where nothing judges them
 
 
@@ -56,7 +54,8 @@ def measure(parts: TrainingComponents) -> Findings:
     with cast(Any, parts.trainer.strategy.precision_plugin).forward_context():  # that of training
         metrics = {} if settings.spec.rolls_out else _validate(parts)
         rows = read_metrics(parts.folder.metrics) if parts.trainer.is_global_zero else []
-        placed(parts, parts.module.trained)
+        # Lightning leaves it on the CPU.
+        parts.module.trained.to(parts.trainer.strategy.root_device)
         batch_size = settings.evaluation.batch_size
         shown = trained_findings(parts.module, parts.data, rows, batch_size=batch_size)
         if settings.spec.trains_policy:
@@ -94,7 +93,7 @@ def _compared_policy(parts: TrainingComponents) -> Findings:
     baseline, metrics, shown = start_policy(module), dict[str, float](), 0
     if parts.data.rows("validation"):
         loader, shown = parts.data.val_dataloader(), num_shown(settings)
-        metrics["val/baseline_loss"] = held_out_loss(module, placed(parts, baseline), loader)
+        metrics["val/baseline_loss"] = held_out_loss(module, baseline, loader)
     if gold is not None:
         findings = compare(parts, baseline)
         findings.metrics |= metrics
@@ -222,11 +221,6 @@ def gates_of(
     return check_gates(settings.gates, metrics, required=required)
 
 
-def placed(parts: TrainingComponents, model: ModelT) -> ModelT:
-    """Put a model where training was: Lightning leaves its own on the CPU after `fit`."""
-    return model.to(parts.trainer.strategy.root_device)
-
-
 def compare(
     parts: TrainingComponents, baseline: PolicyModel, num_samples: int | None = None, **changes: Any
 ) -> Findings:
@@ -256,6 +250,5 @@ def compare(
     if comparison is None:
         logger.warning("no prompt is held out: no comparison with %s", settings.start)
         return Findings({})
-    model, baseline = placed(parts, parts.module.policy), placed(parts, baseline)
     kept = settings.evaluation.num_samples if num_samples is None else num_samples
-    return sample_sides(parts.module, comparison, model, baseline, kept)
+    return sample_sides(parts.module, comparison, parts.module.policy, baseline, kept)
