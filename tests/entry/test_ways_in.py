@@ -56,6 +56,7 @@ def _here(tmp_path: Path, start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("preferences.jsonl", "prompts.jsonl", "my pairs (1).jsonl.gz", "2026.csv"):
         (tmp_path / name).write_text(text)
     (tmp_path / "reward.py").write_text(REWARDS)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "small"}')
 
 
 def both(functions: str, weights: str = "{}") -> str:
@@ -232,6 +233,7 @@ def test_a_length_is_lowered_only_where_it_does_not_fit_and_was_not_given(tmp_pa
             "a file of records is given by dataset=files dataset.path=preferences.jsonl",
         ),
         ("--config prompts.jsonl", "write KEY: VALUE"),
+        ("sft . prompts.jsonl", "is an adapter on small, and not a model: merge it"),
     ],
 )
 def test_a_mistake_is_one_line(line, told, monkeypatch, capsys):

@@ -33,7 +33,7 @@ from rlhf_lightning.app.config.compose import (
 from rlhf_lightning.app.config.errors import ADDED, OF_TRAINING, composition
 from rlhf_lightning.misfit import did_you_mean, near_path
 from rlhf_lightning.runs.folder import RunFolder
-from rlhf_lightning.runs.manifest import is_available, no_model
+from rlhf_lightning.runs.manifest import is_adapter, is_available, no_model, of_adapter
 from rlhf_lightning.runs.reading import read_json, read_yaml
 
 _ENDINGS = re.compile(r"(\.(jsonl?|csv|tsv|parquet|arrow|gz))+$")
@@ -249,6 +249,8 @@ def _available(source: str) -> str:
     found = str(exported) if exported.is_dir() else source
     if not is_available(found):
         raise ConfigError(no_model(source, "give a model folder, or OWNER/NAME on the hub"))
+    if is_adapter(found):
+        raise ConfigError(of_adapter(Path(found)))
     return found
 
 
