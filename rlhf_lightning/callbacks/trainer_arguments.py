@@ -79,11 +79,10 @@ def trainer_arguments(
             Trainer: `rlhf-train doctor=act` makes one.
     """
     quieten(news=True)
-    run, given = RunFolder(Path(folder)), _listed(callbacks)
     keeps = trainer.get("enable_checkpointing", True) is not False
+    run, given = RunFolder(Path(folder)), _listed(callbacks)
     saving = {"every_n_iterations": checkpoint_every_n_iterations, **(checkpoint or {})}
     samples = {"every_n_iterations": samples_every_n_iterations, "num_samples": num_samples}
-    own_bar = any(isinstance(callback, AnyProgressBar) for callback in given)  # Lightning takes one
     ours = [
         *([RunStart(kept := RunRecord(run))] if record else []),
         SaveFaultyBatch(run),
@@ -94,7 +93,7 @@ def trainer_arguments(
         *([] if "val_check_interval" in trainer else [Validations(validations)]),
         *_saving(run, saving, early_stopping, keeps=keeps),
         *(WandbContent(**samples), SampleLog(run, **samples)),
-        *([ProgressBar(name)] if trainer.get("enable_progress_bar", True) and not own_bar else []),
+        *([ProgressBar(name)] if _shows_progress(given, trainer) else []),
         *(callback for callback in given if not isinstance(callback, PeriodicEvaluation)),
         MetricsLog(run),  # behind all that log; Lightning puts the checkpoints behind it
     ]
@@ -111,6 +110,12 @@ def trainer_arguments(
         "default_root_dir": run.path,
         **trainer,
     }
+
+
+def _shows_progress(given: Sequence[Callback], trainer: Mapping[str, Any]) -> bool:
+    """Return True unless there is none, or one of the user's own: Lightning takes one alone."""
+    own = any(isinstance(callback, AnyProgressBar) for callback in given)
+    return bool(trainer.get("enable_progress_bar", True)) and not own
 
 
 def _doctor(run: RunFolder, given: bool | Mapping[str, Any], record: bool) -> list[Callback]:

@@ -70,7 +70,7 @@ def preview(
     rows, report = encoder.encode_all(some), encoder.report
     give_same_columns(rows)
     report.skipped[:0] = source.skipped_records
-    summary = summarize(rows, name=kind, report=report)
+    summary = summarize(rows, name=kind, kind=kind, report=report)
     odd: list[str] = []
     warn_of_rows(some, tokenizer, summary, odd.append)
     others = [k for k in get_args(RecordKind) if any(_reads(source, r, k) for r in parsed[:100])]

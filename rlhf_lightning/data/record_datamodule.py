@@ -270,7 +270,7 @@ class RecordDataModule(LightningDataModule):
             if hasattr(self.source, "left_out"):
                 report.dropped.update(self.source.left_out(self.kind, split))
             name = f"{split} {self.kind}"
-            self.summaries[split] = summarize(rows[split], name=name, report=report)
+            self.summaries[split] = summarize(rows[split], name=name, kind=self.kind, report=report)
         num_rows = len(rows["train"])
         if not num_rows:
             dropped = f"{dict(self.summaries['train'].dropped)} at max_length={self.max_length}"

@@ -117,18 +117,19 @@ class DataSummary(EncodingReport):
 
 
 def summarize(
-    encoded: Sequence[Encoded], *, name: str, report: EncodingReport | None = None
+    encoded: Sequence[Encoded], *, name: str, kind: str = "", report: EncodingReport | None = None
 ) -> DataSummary:
     """Return the summary of encoded rows.
 
     Args:
         encoded: the rows of one split, all of one kind.
-        name: title of the summary, with the kind of the rows behind it: `texts` have no prompt.
+        name: title of the summary.
+        kind: kind of the rows: `texts` have no prompt.
         report: what their `RecordEncoder` counted, and the bad records that were left out.
     """
     lengths: dict[str, list[int]] = {}
     for row in encoded:
-        parts = {"text": len(row)} if name.endswith("texts") else part_lengths(row)
+        parts = {"text": len(row)} if kind == "texts" else part_lengths(row)
         for part, length in parts.items():
             lengths.setdefault(part, []).append(length)
     identities = {_identity(row) for row in encoded}

@@ -7,7 +7,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -28,7 +28,7 @@ from rlhf_lightning.distributed.collectives import global_sum, whole
 from rlhf_lightning.misfit import did_you_mean, shown
 from rlhf_lightning.models.classifiers import max_positions
 from rlhf_lightning.models.heads import PolicyModel, ScalarHeadModel
-from rlhf_lightning.rollout.scorers.base import Scores
+from rlhf_lightning.rollout.scorers.base import Responses, Scores
 from rlhf_lightning.text.decode import token_names
 from rlhf_lightning.text.tokenizers import tokenizer_difference
 
@@ -317,18 +317,20 @@ def check_result(maker: object, found: object, kind: type) -> None:
         raise TypeError(f"{_name_of(maker)} returned {shown(found)}: return {wanted}")
 
 
-def check_scores(scorer: object, scores: Any, count: int) -> None:
-    """Check what a scorer has returned for so many rows.
+def score(scorer: Any, responses: Responses) -> Scores:
+    """Return what a scorer gives: a score a row.
 
     Raises:
         TypeError: if it is something else than `Scores`.
         ValueError: if a part has another shape.
     """
+    scores, count = scorer(responses), len(responses.prompts)
     check_result(scorer, scores, Scores)
     for name, part in {"total": scores.total, **scores.components}.items():
         if getattr(part, "shape", None) != (count,):
             told = f"{_name_of(scorer)} returned {name} of {shown(part)}"
             raise ValueError(f"{told}: return a tensor of one score a row, of shape [{count}]")
+    return cast(Scores, scores)
 
 
 def estimate(

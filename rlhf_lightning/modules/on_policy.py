@@ -48,10 +48,10 @@ from rlhf_lightning.modules.checks import (
     check_ready,
     check_result,
     check_sampler,
-    check_scores,
     check_whole_groups,
     estimate,
     exceeds_target_kl,
+    score,
 )
 from rlhf_lightning.modules.metrics import (
     PhaseSeconds,
@@ -181,9 +181,7 @@ class OnPolicyModule(PolicyModule):
             with seconds.of("score"):
                 skip = self.sampling.skip_special_tokens
                 responses = Responses.of(prompts, drawn, self.tokenizer, skip_special_tokens=skip)
-                scores = self.scorer(responses)
-                check_scores(self.scorer, scores, len(prompts))
-                return responses, scores
+                return responses, score(self.scorer, responses)
 
         spares: dict[str, Any] = {}
         if rounds := self.algorithm.num_resampling_rounds:
