@@ -181,7 +181,7 @@ def next_step(summary: Summary, folder: RunFolder) -> str:
             told = f"{gate.name}: {gate.reason}" if "stages" in summary.about else gate.reason
             return f"{told}. Read the samples, change one setting and run it again."
     if summary.warning:
-        return f"{summary.warning} Run it again so before you build on it."
+        return "Train longer before you build on it."
     if verdict(summary).number_tone == "bad":
         return "Do not build on it: read the samples, change one setting and run it again."
     return summary.next or "Read the samples."
